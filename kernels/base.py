@@ -1,0 +1,278 @@
+"""What an experts kernel takes, returns and declares.
+
+Shapes: R rows received by this rank, K top-k slots a row, H hidden size, I intermediate size,
+E_local experts of this rank.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ep_runtime.kernels.workspace import Workspace
+
+
+class Concurrency(StrEnum):
+    """Whether a kernel may run beside other work on the same device; later is stricter."""
+
+    CERTIFIED = "certified"  # reviewed: no global state, its own workspace; a test shows it
+    EXCLUSIVE = "exclusive"  # needs the whole device: resident grid, grid barrier
+    UNSAFE = "unsafe"  # known or suspected to break beside other work, or never reviewed
+
+
+_STRICTNESS = tuple(Concurrency)
+
+
+def stricter(a: Concurrency, b: Concurrency) -> Concurrency:
+    """The stricter of two classes: UNSAFE over EXCLUSIVE over CERTIFIED."""
+    return max(a, b, key=_STRICTNESS.index)
+
+
+@dataclass(frozen=True)
+class ConcurrencyRule:
+    """The class of a kernel for calls of at most `max_tokens` rows.
+
+    max_tokens: inclusive bound on received rows; None for any number.
+    evidence: for CERTIFIED, the test that shows it (`tests/file.py::test`); else the reason.
+    """
+
+    max_tokens: int | None
+    concurrency: Concurrency
+    evidence: str
+
+
+NEVER_REVIEWED = (ConcurrencyRule(None, Concurrency.UNSAFE, "never reviewed"),)
+
+
+def concurrency_rule(rules: Sequence[ConcurrencyRule], num_tokens: int) -> ConcurrencyRule:
+    """The rule for a launch that may receive up to `num_tokens` rows.
+
+    Any smaller number may come as well, so of all rules up to the one that covers `num_tokens`
+    the strictest holds, the last of equally strict ones; UNSAFE where none covers it.
+    """
+    met: list[ConcurrencyRule] = []
+    for rule in rules:
+        met.append(rule)
+        if rule.max_tokens is None or num_tokens <= rule.max_tokens:
+            return max(reversed(met), key=lambda r: _STRICTNESS.index(r.concurrency))
+    return ConcurrencyRule(None, Concurrency.UNSAFE, f"not declared for {num_tokens} rows")
+
+
+class ActivationKind(StrEnum):
+    SILU = "silu"
+    GELU = "gelu"
+    SWIGLUOAI = "swigluoai"
+    RELU2 = "relu2"
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The function between the two projections; `kernels/activation.py` defines each.
+
+    alpha, limit: of swigluoai (gpt-oss: 1.702 and 7.0). `limit` None means no clamping.
+    """
+
+    kind: ActivationKind = ActivationKind.SILU
+    alpha: float = 1.702
+    limit: float | None = None
+
+    @property
+    def is_gated(self) -> bool:
+        """Gated kinds take [.., 2I] (gate first, then up); relu2 takes [.., I]."""
+        return self.kind is not ActivationKind.RELU2
+
+
+class InputFormat(StrEnum):
+    STANDARD = "standard"
+    BATCHED = "batched"
+
+
+@dataclass(frozen=True)
+class StandardExpertInput:
+    """Rows as they landed, each with its slots on this rank.
+
+    hidden_states: [R, H] contiguous rows; R may be 0.
+    topk_ids: [R, K] int32 local expert ids in [0, E_local); -1 for a slot that is not here.
+    topk_weights: [R, K] float32 router weights; meaningless where the id is -1.
+    num_rows: [1] int32 on the device, rows from it on are unwritten memory; None: all R are rows.
+    """
+
+    hidden_states: Tensor
+    topk_ids: Tensor
+    topk_weights: Tensor
+    num_rows: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class BatchedExpertInput:
+    """Rows sorted by expert, each expert with the same capacity.
+
+    hidden_states: [E_local, capacity, H]; rows past an expert's count are unwritten memory.
+    num_rows_per_expert: [E_local] int32 on the device.
+    """
+
+    hidden_states: Tensor
+    num_rows_per_expert: Tensor
+
+
+ExpertInput = StandardExpertInput | BatchedExpertInput
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The weights of one rank's experts, in the layer's dtype.
+
+    w13: [E_local, 2I, H], gate rows first, then up ([E_local, I, H] where not gated).
+    w2: [E_local, H, I].
+    w13_bias: [E_local, 2I] (or [E_local, I]) and w2_bias: [E_local, H], both or neither.
+    """
+
+    w13: Tensor
+    w2: Tensor
+    w13_bias: Tensor | None = None
+    w2_bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ExpertsShape:
+    """What a kernel is built for; fixed for the life of a layer."""
+
+    num_local_experts: int
+    hidden_size: int
+    intermediate_size: int
+    top_k: int
+    activation: Activation
+    dtype: torch.dtype
+    has_bias: bool = False
+
+
+class ExpertsKind(StrEnum):
+    MODULAR = "modular"  # wrapped by prepare / dispatch / combine
+    MONOLITHIC = "monolithic"  # routing and experts in one launch, no window
+
+
+@dataclass(frozen=True)
+class ExpertsCapabilities:
+    """What an experts kernel declares; the resolver reads nothing else of it.
+
+    schemes: weight storage it takes, "none" for unquantised.
+    needs_triton: its launches go through Triton (on a CPU: through the interpreter).
+    concurrency: rules in order of rising max_tokens; received rows are what is counted.
+    """
+
+    name: str
+    kind: ExpertsKind
+    formats: frozenset[InputFormat]
+    dtypes: frozenset[torch.dtype]
+    device_types: frozenset[str]
+    activations: frozenset[ActivationKind]
+    schemes: frozenset[str] = frozenset({"none"})
+    supports_bias: bool = False
+    needs_triton: bool = False
+    needs_package: str | None = None
+    concurrency: tuple[ConcurrencyRule, ...] = NEVER_REVIEWED
+
+
+class Experts(ABC):
+    """Base of every experts kernel. Subclasses are `ModularExperts` or `MonolithicExperts`."""
+
+    capabilities: ClassVar[ExpertsCapabilities]
+
+    def __init__(self, shape: ExpertsShape) -> None:
+        self.shape = shape
+
+    @classmethod
+    def concurrency(cls, num_tokens: int) -> Concurrency:
+        """The class of a launch that may receive up to `num_tokens` rows."""
+        return concurrency_rule(cls.capabilities.concurrency, num_tokens).concurrency
+
+    def prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
+        """Bring loaded weights into the kernel's own layout, once; the same by default."""
+        return weights
+
+    @abstractmethod
+    def workspace_bytes(self, max_rows: int) -> int:
+        """Workspace that a call of up to `max_rows` received rows takes."""
+
+
+class ModularExperts(Experts):
+    """An experts kernel that a backend's prepare / dispatch / combine is wrapped around."""
+
+    @abstractmethod
+    def run(
+        self, expert_input: ExpertInput, weights: ExpertWeights, workspace: Workspace
+    ) -> Tensor:
+        """Compute this rank's experts for the rows that landed.
+
+        Standard input: returns a fresh [R, H] in the input's dtype; each row is the float32 sum
+        over its local slots of weight * expert(row), 0 where it has none. Rows from num_rows on
+        are unspecified. Batched input: returns a fresh [E_local, capacity, H] of raw rows.
+        Never writes its inputs; does not wait for the device.
+        """
+
+
+class MonolithicExperts(Experts):
+    """An experts kernel that does routing itself, in the same launch."""
+
+    @abstractmethod
+    def run(
+        self,
+        hidden_states: Tensor,
+        router_logits: Tensor,
+        *,
+        context: "MonolithicContext",
+        workspace: Workspace,
+    ) -> Tensor:
+        """Route and compute this rank's experts.
+
+        hidden_states: [R, H]; router_logits: [R, E] float32 over all experts.
+        Returns a fresh [R, H], each row the weighted sum over its slots on this rank's experts.
+        """
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where each row goes.
+
+    topk_ids: [T, K] int32 global expert ids; -1: not routed.
+    topk_weights: [T, K] float32, final (normalised and scaled already).
+    """
+
+    topk_ids: Tensor
+    topk_weights: Tensor
+
+
+@dataclass(frozen=True)
+class RoutingSpec:
+    """How router logits become ids and weights; `kernels/routing.py` defines it.
+
+    scoring: softmax | sigmoid. group_score: max | top2_sum. n_group 1: no groups.
+    """
+
+    num_experts: int
+    top_k: int
+    scoring: str = "softmax"
+    n_group: int = 1
+    topk_group: int = 1
+    group_score: str = "max"
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class MonolithicContext:
+    """What a monolithic kernel needs beside its rows.
+
+    correction_bias: [E] float32 or None. expert_map: [E] int32, global id to local id or -1.
+    tokens_per_expert: [E_local] int64; the kernel adds the slots it routed to its experts.
+    """
+
+    routing: RoutingSpec
+    weights: ExpertWeights
+    expert_map: Tensor
+    tokens_per_expert: Tensor
+    correction_bias: Tensor | None = None

@@ -1,0 +1,39 @@
+"""Experts kernels by name. A new kernel is one file and one line here."""
+
+from importlib import import_module
+
+from ep_runtime.kernels.base import Experts
+from ep_runtime.kernels.errors import ConfigError
+
+# In the order `auto` prefers them.
+_BUILT_IN = {
+    "triton": "ep_runtime.kernels.triton_experts:TritonExperts",
+    "triton_batched": "ep_runtime.kernels.triton_batched_experts:TritonBatchedExperts",
+    "reference": "ep_runtime.kernels.reference_experts:ReferenceExperts",
+}
+_registered: dict[str, type[Experts]] = {}
+
+
+def register_experts(name: str, cls: type[Experts]) -> None:
+    """Make an out-of-tree experts kernel choosable by name; the last registration wins."""
+    if name in _BUILT_IN:
+        raise ConfigError(f"experts {name!r} is built in; register yours under another name")
+    _registered[name] = cls
+
+
+def experts_names() -> tuple[str, ...]:
+    """Every known kernel, in the order `auto` prefers them."""
+    return (*_BUILT_IN, *_registered)
+
+
+def experts_class(name: str) -> type[Experts]:
+    """The class behind a name; an unknown one is a ConfigError that lists the valid ones."""
+    if name in _registered:
+        return _registered[name]
+    if name not in _BUILT_IN:
+        raise ConfigError(
+            f"experts {name!r} is unknown; choose one of: auto, {', '.join(experts_names())}"
+        )
+    module, attribute = _BUILT_IN[name].split(":")
+    cls: type[Experts] = getattr(import_module(module), attribute)
+    return cls

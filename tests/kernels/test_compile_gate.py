@@ -1,0 +1,40 @@
+"""Every kernel of the triton experts compiles for sm_90, on a machine without a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# What one program may use of a multiprocessor's shared memory on sm_90.
+MAX_SHARED_BYTES = 227 * 1024
+
+
+def jit_functions() -> set[str]:
+    """Names of all kernels that the triton experts are made of, read from the sources."""
+    files = ("align.py", "grouped_gemm.py", "weighted_sum.py")
+    lines = [line for file in files for line in (ROOT / "kernels" / file).open()]
+    return {
+        line[4 : line.index("(")]
+        for line in lines
+        if line.startswith("def _") and "_kernel(" in line
+    }
+
+
+def test_every_kernel_compiles_for_sm_90_and_fits_its_shared_memory() -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.compile_gate"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert {entry["kernel"] for entry in report} == jit_functions()
+    gemms = {(entry["kernel"], entry["dtype"]) for entry in report if "project" in entry["kernel"]}
+    assert len(gemms) == 2 * 3, "both projections in each of three dtypes"
+    too_large = [entry for entry in report if entry["shared_bytes"] > MAX_SHARED_BYTES]
+    assert not too_large
