@@ -1,0 +1,50 @@
+"""All-to-all backends by name. A new backend is one file and one line here."""
+
+from importlib import import_module
+from typing import Any
+
+from ep_runtime.all2all.base import All2AllBackend
+from ep_runtime.kernels.errors import ConfigError
+
+# In the order `auto` prefers them.
+_BUILT_IN = {
+    "local": "ep_runtime.all2all.local:LocalBackend",
+    "all_to_all": "ep_runtime.all2all.all_to_all:AllToAllBackend",
+    "naive": "ep_runtime.all2all.naive:NaiveBackend",
+    # After those that always work, so only by name.
+    "deepep_low_latency": "ep_runtime.all2all.deepep_low_latency:DeepEPLowLatencyBackend",
+    "deepep_high_throughput": (
+        "ep_runtime.all2all.deepep_high_throughput:DeepEPHighThroughputBackend"
+    ),
+    # Last, so only by name: a Machine does not say whether its GPUs reach each other's memory.
+    "symm_mem": "ep_runtime.all2all.symm_mem:SymmMemBackend",
+}
+_registered: dict[str, type[All2AllBackend[Any, Any]]] = {}
+
+
+def register_backend(name: str, cls: type[All2AllBackend[Any, Any]]) -> None:
+    """Make an out-of-tree backend choosable by name; the last registration wins."""
+    if name in _BUILT_IN:
+        raise ConfigError(
+            f"all2all_backend {name!r} is built in; register yours under another name"
+        )
+    _registered[name] = cls
+
+
+def backend_names() -> tuple[str, ...]:
+    """Every known backend, in the order `auto` prefers them."""
+    return (*_BUILT_IN, *_registered)
+
+
+def backend_class(name: str) -> type[All2AllBackend[Any, Any]]:
+    """The class behind a name; an unknown one is a ConfigError that lists the valid ones."""
+    if name in _registered:
+        return _registered[name]
+    if name not in _BUILT_IN:
+        raise ConfigError(
+            f"all2all_backend {name!r} is unknown; choose one of: auto, "
+            f"{', '.join(backend_names())}"
+        )
+    module, attribute = _BUILT_IN[name].split(":")
+    cls: type[All2AllBackend[Any, Any]] = getattr(import_module(module), attribute)
+    return cls
