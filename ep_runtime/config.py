@@ -1,0 +1,208 @@
+"""What a user configures: the MoE layer, the parallelism, the shared expert's schedule."""
+
+from typing import Any, Literal, Self
+
+import torch
+from pydantic import AliasChoices, Field, model_validator
+
+from ep_runtime.kernels.base import Activation, ActivationKind, RoutingSpec
+from ep_runtime.strict_model import StrictModel
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+class MoEConfig(StrictModel):
+    """One MoE layer, in the field's own terms.
+
+    shared_intermediate_size: total width of all shared experts; default
+    num_shared_experts * moe_intermediate_size; 0 means there is none.
+    swiglu_limit None: not clamped.
+    """
+
+    hidden_size: int = Field(gt=0, strict=True)
+    moe_intermediate_size: int = Field(gt=0, strict=True)
+    num_experts: int = Field(gt=0, strict=True)
+    top_k: int = Field(gt=0, strict=True)
+    activation: Literal["silu", "gelu", "swigluoai", "relu2"] = "silu"
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    n_group: int = Field(default=1, gt=0, strict=True)
+    topk_group: int = Field(default=1, gt=0, strict=True)
+    group_score: Literal["max", "top2_sum"] = "max"
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    has_correction_bias: bool = False
+    router_bias: bool = False
+    expert_bias: bool = False
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float | None = None
+    num_shared_experts: int = Field(default=0, ge=0, strict=True)
+    shared_intermediate_size: int = Field(default=0, ge=0, strict=True)
+    shared_expert_gate: bool = False
+    apply_router_weight_on_input: bool = False
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_shared_width(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("shared_intermediate_size") is None:
+            shared = values.get("num_shared_experts", 0)
+            width = values.get("moe_intermediate_size", 0)
+            if isinstance(shared, int) and isinstance(width, int):
+                values = {**values, "shared_intermediate_size": shared * width}
+        return values
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.num_shared_experts > 0 and self.shared_intermediate_size == 0:
+            raise ValueError(
+                f"num_shared_experts ({self.num_shared_experts}) has no effect with "
+                f"shared_intermediate_size 0; drop one of the two"
+            )
+        if self.top_k > self.num_experts:
+            raise ValueError(
+                f"top_k ({self.top_k}) must be at most num_experts ({self.num_experts})"
+            )
+        if self.num_experts % self.n_group:
+            raise ValueError(
+                f"n_group ({self.n_group}) must divide num_experts ({self.num_experts})"
+            )
+        if self.topk_group > self.n_group:
+            raise ValueError(
+                f"topk_group ({self.topk_group}) must be at most n_group ({self.n_group})"
+            )
+        in_reach = self.topk_group * (self.num_experts // self.n_group)
+        if self.top_k > in_reach:
+            raise ValueError(
+                f"top_k ({self.top_k}) must be at most the {in_reach} experts of "
+                f"topk_group ({self.topk_group}) groups"
+            )
+        if self.group_score == "top2_sum" and self.num_experts // self.n_group < 2:
+            raise ValueError(
+                f"group_score top2_sum needs groups of 2 experts or more; num_experts "
+                f"({self.num_experts}) / n_group ({self.n_group}) is 1"
+            )
+        if self.apply_router_weight_on_input and self.top_k != 1:
+            raise ValueError(
+                f"apply_router_weight_on_input needs top_k 1, got top_k ({self.top_k})"
+            )
+        if self.shared_expert_gate and self.shared_intermediate_size == 0:
+            raise ValueError(
+                "shared_expert_gate has no effect without a shared expert; set "
+                "num_shared_experts or shared_intermediate_size, or drop it"
+            )
+        if self.swiglu_limit is not None and self.activation != "swigluoai":
+            raise ValueError(
+                f"swiglu_limit has no effect with activation {self.activation}; drop it or use "
+                f"activation: swigluoai"
+            )
+        return self
+
+    @classmethod
+    def from_hf(cls, config: Any) -> "MoEConfig":
+        """Read a transformers config (or its dict) of any supported family."""
+        from ep_runtime.families import moe_config_from_hf
+
+        return moe_config_from_hf(config)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def has_shared_expert(self) -> bool:
+        return self.shared_intermediate_size > 0
+
+    def routing_spec(self) -> RoutingSpec:
+        """The part of this that a router needs."""
+        return RoutingSpec(
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            scoring=self.scoring,
+            n_group=self.n_group,
+            topk_group=self.topk_group,
+            group_score=self.group_score,
+            norm_topk_prob=self.norm_topk_prob,
+            routed_scaling_factor=self.routed_scaling_factor,
+        )
+
+    def experts_activation(self) -> Activation:
+        """The part of this that an experts kernel needs."""
+        return Activation(
+            ActivationKind(self.activation), alpha=self.swiglu_alpha, limit=self.swiglu_limit
+        )
+
+
+class ParallelConfig(StrictModel):
+    """How the ranks share the work; `rank = dp_rank * tp_size + tp_rank`.
+
+    ep_size: None means the whole world, dp_size * tp_size.
+    timeout_s: of the process group's collectives.
+    """
+
+    dp_size: int = Field(
+        default=1,
+        gt=0,
+        strict=True,
+        validation_alias=AliasChoices("dp_size", "data_parallel_size"),
+    )
+    tp_size: int = Field(
+        default=1,
+        gt=0,
+        strict=True,
+        validation_alias=AliasChoices("tp_size", "tensor_parallel_size"),
+    )
+    ep_size: int = Field(
+        default=0,
+        ge=0,
+        strict=True,
+        validation_alias=AliasChoices("ep_size", "expert_parallel_size"),
+    )
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    all2all_backend: str = "auto"
+    expert_placement_strategy: Literal["linear", "round_robin"] = "linear"
+    max_tokens_per_rank: int = Field(default=256, gt=0, strict=True)
+    timeout_s: float = Field(default=600, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_ep_size(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        given = [key for key in ("ep_size", "expert_parallel_size") if values.get(key) is not None]
+        if given:
+            if values[given[0]] == 0:
+                raise ValueError("ep_size must be 1 or more; leave it out for all ranks")
+            return values
+        dp = values.get("dp_size", values.get("data_parallel_size", 1))
+        tp = values.get("tp_size", values.get("tensor_parallel_size", 1))
+        rest = {k: v for k, v in values.items() if k not in ("ep_size", "expert_parallel_size")}
+        if isinstance(dp, int) and isinstance(tp, int) and dp > 0 and tp > 0:
+            return {**rest, "ep_size": dp * tp}
+        return rest
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.world_size % self.ep_size:
+            raise ValueError(
+                f"ep_size ({self.ep_size}) must divide dp_size * tp_size "
+                f"({self.dp_size} * {self.tp_size} = {self.world_size})"
+            )
+        return self
+
+    @property
+    def world_size(self) -> int:
+        return self.dp_size * self.tp_size
+
+
+class SharedExpertsConfig(StrictModel):
+    """When the shared expert may run beside other work.
+
+    token_threshold: above this many rows on any rank it is not overlapped.
+    """
+
+    overlap: Literal["auto", "off"] = "auto"
+    token_threshold: int = Field(default=256, ge=0)

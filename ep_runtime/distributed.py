@@ -1,0 +1,285 @@
+"""This process's rank, device and process groups; the one place where they are made.
+
+Ranks: `rank = dp_rank * tp_size + tp_rank`; EP group g is ranks [g * ep_size, (g + 1) * ep_size).
+"""
+
+import atexit
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+
+from ep_runtime.all2all.base import All2AllBackend, BackendShape, EPGroup
+from ep_runtime.all2all.collectives import start_all_gather
+from ep_runtime.all2all.registry import backend_class
+from ep_runtime.config import ParallelConfig
+from ep_runtime.failure import FailureLimits, FailureWatch
+from ep_runtime.kernels.errors import ConfigError
+from ep_runtime.kernels.workspace import Workspace
+from ep_runtime.launcher_environment import read_launcher_environment
+from ep_runtime.process_groups import (
+    ProcessGroups,
+    abort_communicators,
+    make_process_groups,
+    place_process,
+)
+from ep_runtime.rendezvous import Rendezvous, rendezvous_from, rendezvous_of_default_group
+from ep_runtime.row_counts import RowCounts, agree_row_counts
+from ep_runtime.row_counts import tp_slice as tp_slice
+from ep_runtime.streams import make_streams
+
+
+class EPContext:
+    """One rank's place among the ranks, and what its layers share; `init_distributed` makes it.
+
+    Leaving `with ctx:` by an exception tells all ranks, and so does a program that ends by one.
+    """
+
+    def __init__(
+        self,
+        parallel: ParallelConfig,
+        rendezvous: Rendezvous,
+        *,
+        limits: FailureLimits,
+        start_timeout_s: float,
+    ) -> None:
+        self.parallel = parallel
+        self.rank, self.world_size = rendezvous.rank, rendezvous.world_size
+        self.dp_rank, self.tp_rank = divmod(self.rank, parallel.tp_size)
+        self.ep_rank = self.rank % parallel.ep_size
+        self._hosts_store = rendezvous.hosts_store
+        self._groups: ProcessGroups | None = None
+        self._made_default_group = False
+        self._is_closed = False
+        self._step: RowCounts | None = None
+        self._backends: dict[tuple[str, BackendShape], All2AllBackend[Any, Any]] = {}
+        self._watch = FailureWatch(
+            rendezvous.private_store("watch"),
+            rank=self.rank,
+            world_size=self.world_size,
+            store_host=rendezvous.store_host,
+            limits=limits,
+            on_failure=self._abort_communicators,
+        )
+        atexit.register(self._close_at_exit)
+        try:
+            self._make_groups(rendezvous, start_timeout_s)
+        except BaseException as error:
+            self._close(error)
+            raise
+
+    def _make_groups(self, rendezvous: Rendezvous, start_timeout_s: float) -> None:
+        parallel = self.parallel
+        place = place_process(parallel, rendezvous, self._watch, start_timeout_s)
+        self.device = place.device
+        if self.world_size > 1 and not dist.is_initialized():
+            dist.init_process_group(
+                place.group_backend,
+                store=PrefixStore("default", rendezvous.store),
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=timedelta(seconds=parallel.timeout_s),
+            )
+            self._made_default_group = True
+        groups = make_process_groups(parallel, self.rank, place.group_backend)
+        self._groups = groups
+
+        def view(group: dist.ProcessGroup | None, size: int) -> EPGroup:
+            return EPGroup(group, self.rank % size, size, self.device, self._watch.check)
+
+        self.ep_group = view(groups.ep, parallel.ep_size)
+        self.tp_group = view(groups.tp, parallel.tp_size)
+        self._step_group = view(groups.step, groups.step_size)
+        self.workspace = Workspace(self.device)
+        self.streams = make_streams(self.device)
+
+    @contextmanager
+    def step(self, num_tokens: int, counts: tuple[int, ...] | None = None) -> Iterator[RowCounts]:
+        """Agree on all ranks' row counts once for the model forward inside; a collective.
+
+        num_tokens: rows of this rank's DP group. counts: given where they are known and static
+        (under capture): rows of each EP rank's slice, as `rows_per_rank` returns them; then
+        nothing is communicated. Gives what was agreed on. Raises ConfigError on all ranks where
+        TP ranks differ.
+        """
+        if self._step is not None:
+            raise ConfigError("ctx.step is open already; one step covers one model forward")
+        self._step = self._agree(num_tokens) if counts is None else self._given(num_tokens, counts)
+        try:
+            yield self._step
+        finally:
+            self._step = None
+
+    def rows_per_rank(self, num_tokens: int) -> tuple[int, ...]:
+        """Rows of each EP rank in this call: the step's, or agreed on here (a collective).
+
+        num_tokens: rows of this rank's DP group, before they are cut over its TP ranks.
+        """
+        if self._step is None:
+            return self._agree(num_tokens).rows_per_rank
+        if num_tokens != self._step.num_tokens:
+            raise ConfigError(
+                f"a layer was called with {num_tokens} rows inside "
+                f"ctx.step({self._step.num_tokens}); every layer of a step takes the same rows"
+            )
+        return self._step.rows_per_rank
+
+    def gather_tp_slices(self, rows: Tensor, num_tokens: int) -> Tensor:
+        """[t, n], this rank's slice, to the DP group's whole [num_tokens, n]; a TP collective."""
+        tp_size = self.parallel.tp_size
+        if tp_size == 1 or num_tokens == 0:
+            return rows
+        most_rows = -(-num_tokens // tp_size)
+        padded = rows.new_zeros((most_rows, *rows.shape[1:]))
+        padded[: rows.shape[0]] = rows
+        gathered = rows.new_empty((tp_size * most_rows, *rows.shape[1:]))
+        start_all_gather(gathered, padded, self.tp_group).join()
+        return gathered[:num_tokens]
+
+    def backend(self, name: str, shape: BackendShape) -> All2AllBackend[Any, Any]:
+        """The backend of that name for that shape; made at the first call, which is a collective
+        of the EP group."""
+        key = (name, shape)
+        if key not in self._backends:
+            self._backends[key] = backend_class(name)(self.ep_group, shape)
+        return self._backends[key]
+
+    def check(self) -> None:
+        """Raise RankFailure, naming rank and reason, once some rank has failed."""
+        self._watch.check()
+
+    def report_failure(self, error: BaseException) -> None:
+        """Tell all ranks that this one has failed; they raise RankFailure within seconds.
+
+        A RankFailure that tells of another rank's failure is not passed on.
+        """
+        self._watch.report(error)
+
+    def close(self) -> None:
+        """End what this context made; a default group made by the caller is left. Idempotent.
+
+        The rank that hosts the store stays until all others have closed or one has failed.
+        Raises RankFailure where a rank has failed and nothing has said so yet.
+        """
+        self._close(None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._close(error)
+
+    def _close(self, error: BaseException | None) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        atexit.unregister(self._close_at_exit)
+        if error is not None:
+            self._watch.report(error)
+        self._watch.close(must_outlive_others=self._hosts_store, timeout_s=self.parallel.timeout_s)
+        if self._watch.failure is not None:
+            # A gloo group waits in its destructor for collectives that may never complete.
+            atexit.register(_bound_interpreter_exit)
+            if error is None and not self._watch.is_delivered:
+                self._watch.check()
+            return
+        for backend in self._backends.values():
+            backend.close()
+        self._backends.clear()
+        for group in self._groups.distinct() if self._groups else []:
+            dist.destroy_process_group(group)
+        if self._made_default_group:
+            dist.destroy_process_group()
+
+    def _close_at_exit(self) -> None:
+        """The program ends with the context open: by an exception, or without `close`."""
+        uncaught: BaseException | None = getattr(sys, "last_value", None)
+        try:
+            self._close(uncaught)
+        finally:
+            if self._watch.failure is not None:
+                _bound_interpreter_exit()  # registered too late to be called
+
+    def _abort_communicators(self) -> None:
+        if self._groups is not None:
+            abort_communicators(self._groups)
+
+    def _agree(self, num_tokens: int) -> RowCounts:
+        return agree_row_counts(
+            num_tokens, self.parallel, world_rank=self.rank, group=self._step_group
+        )
+
+    def _given(self, num_tokens: int, counts: tuple[int, ...]) -> RowCounts:
+        own = tp_slice(num_tokens, self.parallel.tp_size, self.tp_rank)
+        own_rows = own.stop - own.start
+        if len(counts) != self.parallel.ep_size or counts[self.ep_rank] != own_rows:
+            raise ConfigError(
+                f"counts {list(counts)} must hold one number for each of ep_size "
+                f"({self.parallel.ep_size}) ranks, and {own_rows} for EP rank {self.ep_rank}"
+            )
+        return RowCounts(num_tokens, counts, any_rows=any(counts))
+
+
+def init_distributed(
+    parallel: ParallelConfig,
+    *,
+    rendezvous: Rendezvous | None = None,
+    limits: FailureLimits | None = None,
+    start_timeout_s: float = 120.0,
+) -> EPContext:
+    """Join the other ranks; a collective of the world.
+
+    Uses torch's default group if there is one, else makes it, from `rendezvous` or the launcher's
+    variables. limits: how fast a failed rank is noticed. start_timeout_s: how long ranks may start
+    after each other. Raises ConfigError, before any group is made, where the world's size is not
+    dp_size * tp_size, variables contradict, or ranks disagree about `parallel`.
+    """
+    if dist.is_initialized():
+        found = rendezvous_of_default_group()
+        _refuse_world_size(parallel, found.world_size, "torch's default process group")
+    elif rendezvous is not None:
+        found = rendezvous
+        _refuse_world_size(parallel, found.world_size, "the rendezvous")
+    else:
+        environment = read_launcher_environment(os.environ)
+        source = "no launcher's variables are set, so the world"
+        if environment.launcher != "none":
+            source = f"{environment.launcher}'s world"
+        if environment.world_size is not None:
+            _refuse_world_size(parallel, environment.world_size, source)
+        found = rendezvous_from(environment, start_timeout_s)
+        _refuse_world_size(parallel, found.world_size, source)
+    return EPContext(
+        parallel,
+        found,
+        limits=limits or FailureLimits(),
+        start_timeout_s=start_timeout_s,
+    )
+
+
+def _refuse_world_size(parallel: ParallelConfig, world_size: int, source: str) -> None:
+    if world_size != parallel.world_size:
+        raise ConfigError(
+            f"parallel.dp_size ({parallel.dp_size}) * parallel.tp_size ({parallel.tp_size}) is "
+            f"{parallel.world_size} ranks, but {source} has {world_size}; start "
+            f"{parallel.world_size} ranks (torchrun --nproc-per-node, mpirun -n) or change dp_size"
+        )
+
+
+def _bound_interpreter_exit() -> None:
+    """After a failure: end the process even if a group's destructor never returns."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(10)

@@ -1,0 +1,310 @@
+"""One MoE layer on one rank: what a user builds, loads and calls."""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ep_runtime.agreement import agree_plan
+from ep_runtime.all2all.base import BackendShape, GatheringBackend
+from ep_runtime.config import MoEConfig, SharedExpertsConfig
+from ep_runtime.distributed import EPContext, tp_slice
+from ep_runtime.kernels.base import (
+    ExpertWeights,
+    ModularExperts,
+    MonolithicExperts,
+    Routing,
+)
+from ep_runtime.kernels.errors import ConfigError
+from ep_runtime.kernels.registry import experts_class
+from ep_runtime.machine import Machine
+from ep_runtime.modular_kernel import ModularKernel
+from ep_runtime.monolithic_kernel import MonolithicKernel
+from ep_runtime.phases import PhaseTimer
+from ep_runtime.plan import Plan, resolve_plan
+from ep_runtime.router import Router
+from ep_runtime.runner import MoERunner
+from ep_runtime.shared_expert import SharedExpert
+
+
+class LayerStats:
+    """What a layer has done on this rank, since it was built."""
+
+    def __init__(
+        self,
+        shared: SharedExpert | None,
+        kernel: ModularKernel | MonolithicKernel,
+        local_expert_ids: tuple[int, ...],
+        num_experts: int,
+    ) -> None:
+        self._shared = shared
+        self._kernel = kernel
+        self._local_expert_ids = local_expert_ids
+        self._num_experts = num_experts
+
+    @property
+    def shared_expert_calls(self) -> int:
+        """Runs of the shared expert on this rank; a CUDA graph counts at capture."""
+        return self._shared.calls if self._shared is not None else 0
+
+    @property
+    def tokens_per_expert(self) -> Tensor:
+        """[E] int64 on the CPU: slots that landed on each expert this rank holds, 0 for others,
+        so that the sum over an EP group is the group's load. Waits for the device."""
+        counts = torch.zeros(self._num_experts, dtype=torch.int64)
+        counts[list(self._local_expert_ids)] = self._kernel.tokens_per_expert.cpu()
+        return counts
+
+
+class MoELayer(nn.Module):
+    """A Mixture-of-Experts layer that holds this rank's experts only.
+
+    Building it is a collective of its EP group: ranks that disagree about the plan all raise
+    PlanError. Fill the weights with `load_experts`, or in place and then `finish_loading`.
+
+    w13: [E_local, 2I, H], gate rows first, then up ([E_local, I, H] where not gated);
+    w2: [E_local, H, I]; w13_bias, w2_bias: [E_local, 2I], [E_local, H] or None, in the layer's
+    dtype; local expert i is global expert `local_expert_ids[i]`.
+    """
+
+    def __init__(
+        self,
+        moe: MoEConfig,
+        ctx: EPContext,
+        *,
+        experts: str = "auto",
+        shared_experts: SharedExpertsConfig | None = None,
+        plan: Plan | None = None,
+    ) -> None:
+        """plan: one that the group has agreed on already (`load_model` does, once for all layers);
+        then `experts` and `shared_experts` are the plan's and must be left out."""
+        super().__init__()
+        if plan is None:
+            machine = Machine.detect(ctx.device.type)
+            plan = resolve_plan(
+                moe, ctx.parallel, machine, experts=experts, shared_experts=shared_experts
+            )
+            agree_plan(plan, ctx.ep_group)
+        elif experts != "auto" or shared_experts is not None:
+            raise ConfigError("experts and shared_experts are in the plan given; leave them out")
+        self.moe, self.plan, self.ctx = moe, plan, ctx
+        self.placement = plan.placement
+        self.local_expert_ids = plan.placement.experts_of(ctx.ep_rank)
+        self._allocate_weights(moe, ctx.device)
+        self.router = Router(moe, ctx.device)
+        self.shared = SharedExpert(moe, ctx.device) if moe.has_shared_expert else None
+        self._timer = PhaseTimer(ctx.streams)
+        kernel = self._build_kernel(moe, plan, ctx)
+        self._runner = MoERunner(
+            plan,
+            router=self.router,
+            kernel=kernel,
+            shared=self.shared,
+            streams=ctx.streams,
+            timer=self._timer,
+        )
+        self.stats = LayerStats(self.shared, kernel, self.local_expert_ids, moe.num_experts)
+        self._weights: ExpertWeights | None = None
+
+    def _allocate_weights(self, moe: MoEConfig, device: torch.device) -> None:
+        num_local, width, hidden = (
+            len(self.local_expert_ids),
+            moe.moe_intermediate_size,
+            moe.hidden_size,
+        )
+        rows13 = width * (2 if moe.experts_activation().is_gated else 1)
+
+        def weight(*shape: int) -> nn.Parameter:
+            empty = torch.empty(shape, dtype=moe.torch_dtype, device=device)
+            return nn.Parameter(empty, requires_grad=False)
+
+        self.w13 = weight(num_local, rows13, hidden)
+        self.w2 = weight(num_local, hidden, width)
+        self.w13_bias = weight(num_local, rows13) if moe.expert_bias else None
+        self.w2_bias = weight(num_local, hidden) if moe.expert_bias else None
+        expert_map = torch.full((moe.num_experts,), -1, dtype=torch.int32)
+        expert_map[list(self.local_expert_ids)] = torch.arange(num_local, dtype=torch.int32)
+        self._expert_map = expert_map.to(device)
+
+    def _build_kernel(
+        self, moe: MoEConfig, plan: Plan, ctx: EPContext
+    ) -> ModularKernel | MonolithicKernel:
+        experts = experts_class(plan.experts)(plan.experts_shape(ctx.ep_rank))
+        limit = ctx.parallel.max_tokens_per_rank
+        ctx.workspace.reserve(experts.workspace_bytes(ctx.parallel.ep_size * limit))
+        shape = BackendShape(
+            num_experts=moe.num_experts,
+            hidden_size=moe.hidden_size,
+            top_k=moe.top_k,
+            dtype=moe.torch_dtype,
+            max_tokens_per_rank=limit,
+            placement=plan.placement,
+        )
+        self._experts = experts
+        if isinstance(experts, MonolithicExperts):
+            gathering: Any = ctx.backend(plan.backend, shape) if ctx.ep_group.size > 1 else None
+            return MonolithicKernel(
+                cast(GatheringBackend[object, object] | None, gathering),
+                experts,
+                max_tokens_per_rank=limit,
+                workspace=ctx.workspace,
+                timer=self._timer,
+            )
+        return ModularKernel(
+            ctx.backend(plan.backend, shape),
+            cast(ModularExperts, experts),
+            max_tokens_per_rank=limit,
+            workspace=ctx.workspace,
+            timer=self._timer,
+        )
+
+    @torch.no_grad()
+    def load_experts(
+        self,
+        *,
+        w13: Tensor,
+        w2: Tensor,
+        router: Tensor,
+        correction_bias: Tensor | None = None,
+        router_bias: Tensor | None = None,
+        w13_bias: Tensor | None = None,
+        w2_bias: Tensor | None = None,
+        shared: Mapping[str, Tensor | None] | None = None,
+    ) -> None:
+        """Take full (global) tensors and keep this rank's part, in the layer's dtype.
+
+        w13: [E, 2I, H] ([E, I, H] where not gated); w2: [E, H, I]; router: [E, H];
+        correction_bias, router_bias: [E]; w13_bias: [E, 2I]; w2_bias: [E, H];
+        shared: {"w13": [2S, H], "w2": [H, S], "gate": [1, H] or None}.
+        Raises ConfigError where a tensor is missing, not wanted, or of another shape.
+        """
+        mine = list(self.local_expert_ids)
+        shared = dict(shared or {})
+        unknown = set(shared) - {"w13", "w2", "gate"}
+        if unknown:
+            raise ConfigError(f"shared has the keys {sorted(unknown)}; known are w13, w2, gate")
+        num_experts = self.moe.num_experts
+        owned = [
+            ("w13", self.w13, w13),
+            ("w2", self.w2, w2),
+            ("w13_bias", self.w13_bias, w13_bias),
+            ("w2_bias", self.w2_bias, w2_bias),
+        ]
+        whole = [
+            ("router", self.router.weight, router),
+            ("router_bias", self.router.bias, router_bias),
+            ("correction_bias", self.router.correction_bias, correction_bias),
+        ]
+        for name in ("w13", "w2", "gate"):
+            target = getattr(self.shared, name) if self.shared is not None else None
+            whole.append((f'shared["{name}"]', target, shared.get(name)))
+        for name, target, given in owned:
+            if _wanted(name, target, given, leading=num_experts):
+                cast(Tensor, target).copy_(cast(Tensor, given)[mine])
+        for name, target, given in whole:
+            if _wanted(name, target, given):
+                cast(Tensor, target).copy_(cast(Tensor, given))
+        self.finish_loading()
+
+    @torch.no_grad()
+    def finish_loading(self) -> None:
+        """Bring the weights, which were filled in place, into the kernel's layout."""
+        self._weights = self._experts.prepare_weights(
+            ExpertWeights(self.w13, self.w2, self.w13_bias, self.w2_bias)
+        )
+
+    @torch.no_grad()
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        topk_ids: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+    ) -> Tensor:
+        """Compute the layer for this rank's rows: a fresh [T, H] of the input's dtype.
+
+        hidden_states: [T, H]; T may be 0 and differ between DP ranks; the TP ranks of a DP group
+        hold the same rows. topk_ids: [T, K] int32 or int64 global ids, one outside
+        [0, num_experts) contributes 0; topk_weights: [T, K] float32, final: neither normalised
+        nor scaled. Both or neither; without them the layer's router decides.
+        A collective of the EP group (and of the TP group): every rank calls, in the same order.
+        """
+        if self._weights is None:
+            raise ConfigError("the layer has no weights yet; call load_experts first")
+        self._check_input(hidden_states)
+        routing = self._given_routing(hidden_states, topk_ids, topk_weights)
+        num_tokens = hidden_states.shape[0]
+        rows_per_rank = self.ctx.rows_per_rank(num_tokens)
+        own = tp_slice(num_tokens, self.ctx.parallel.tp_size, self.ctx.tp_rank)
+        if routing is not None:
+            routing = Routing(routing.topk_ids[own], routing.topk_weights[own])
+        output = self._runner.run(
+            hidden_states[own].contiguous(),
+            self._weights,
+            expert_map=self._expert_map,
+            routing=routing,
+            rows_per_rank=rows_per_rank,
+        )
+        return self.ctx.gather_tp_slices(output, num_tokens)
+
+    def record_timings(self, enabled: bool) -> None:
+        """Start or stop timing the phases of each call."""
+        self._timer.enabled = enabled
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """Seconds in router, dispatch, experts, combine and shared, summed over timed calls."""
+        return self._timer.seconds()
+
+    def _check_input(self, hidden_states: Tensor) -> None:
+        hidden, dtype = self.moe.hidden_size, self.moe.torch_dtype
+        if hidden_states.dim() != 2 or hidden_states.shape[1] != hidden:
+            raise ConfigError(
+                f"hidden_states has shape {list(hidden_states.shape)}; wanted [T, {hidden}]"
+            )
+        if hidden_states.dtype != dtype:
+            raise ConfigError(
+                f"hidden_states is {hidden_states.dtype}; the layer's dtype is {dtype}"
+            )
+        if hidden_states.device.type != self.ctx.device.type:
+            raise ConfigError(
+                f"hidden_states is on {hidden_states.device}; the layer is on {self.ctx.device}"
+            )
+
+    def _given_routing(
+        self, hidden_states: Tensor, topk_ids: Tensor | None, topk_weights: Tensor | None
+    ) -> Routing | None:
+        if topk_ids is None and topk_weights is None:
+            return None
+        if topk_ids is None or topk_weights is None:
+            raise ConfigError("topk_ids and topk_weights are given together, or neither")
+        wanted = (hidden_states.shape[0], self.moe.top_k)
+        for name, given in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+            if tuple(given.shape) != wanted:
+                raise ConfigError(
+                    f"{name} has shape {list(given.shape)}; wanted {list(wanted)} = [T, top_k]"
+                )
+        if topk_ids.dtype not in (torch.int32, torch.int64):
+            raise ConfigError(f"topk_ids is {topk_ids.dtype}; wanted int32 or int64")
+        if topk_weights.dtype != torch.float32:
+            raise ConfigError(f"topk_weights is {topk_weights.dtype}; wanted float32")
+        in_range = (topk_ids >= 0) & (topk_ids < self.moe.num_experts)
+        ids = torch.where(in_range, topk_ids, -1).to(torch.int32)
+        return Routing(ids, topk_weights)
+
+
+def _wanted(
+    name: str, target: Tensor | None, given: Tensor | None, leading: int | None = None
+) -> bool:
+    """Whether to copy `given`; raises where exactly one of the two is there, or shapes differ."""
+    if target is None and given is None:
+        return False
+    if target is None:
+        raise ConfigError(f"{name} is given, and the layer's configuration has none; leave it out")
+    if given is None:
+        raise ConfigError(f"{name} is missing; the layer's configuration has it")
+    shape = list(target.shape) if leading is None else [leading, *target.shape[1:]]
+    if list(given.shape) != shape:
+        raise ConfigError(f"{name} has shape {list(given.shape)}; wanted {shape}")
+    return True

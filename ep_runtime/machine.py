@@ -1,0 +1,131 @@
+"""What a plan needs to know of the machine; detected, or named for one that is not here."""
+
+import importlib.util
+from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+from ep_runtime.kernels.errors import ConfigError
+
+OPTIONAL_PACKAGES = ("deep_ep", "deep_gemm")
+_NEEDED = {"name", "device_type", "triton"}
+
+
+class TritonMode(StrEnum):
+    COMPILED = "compiled"  # for the CUDA device
+    INTERPRETER = "interpreter"  # on a CPU, for tests: right, and very slow
+    UNUSABLE = "unusable"  # on a CPU without TRITON_INTERPRET=1, or not installed
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One rank's device and what is installed; equal on all ranks, or their plans differ.
+
+    device_memory_bytes: of one device; None where unknown, and no part of a plan's digest.
+    packages: importable optional ones. num_devices: CUDA devices of one host, 0 on a CPU.
+    nvlink: whether NVLink joins every two of them; None where that could not be asked.
+    """
+
+    name: str
+    device_type: str
+    triton: TritonMode
+    device_memory_bytes: int | None = None
+    packages: tuple[str, ...] = ()
+    num_devices: int = 0
+    nvlink: bool | None = None
+
+    @classmethod
+    def detect(cls, device_type: str) -> "Machine":
+        """Look at this machine, for ranks on `device_type` ("cpu" or "cuda")."""
+        packages = tuple(name for name in OPTIONAL_PACKAGES if importlib.util.find_spec(name))
+        if device_type == "cuda":
+            properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+            return cls(
+                name=properties.name,
+                device_type="cuda",
+                triton=_triton_mode(on_cpu=False),
+                device_memory_bytes=properties.total_memory,
+                packages=packages,
+                num_devices=torch.cuda.device_count(),
+                nvlink=_all_joined_by_nvlink(torch.cuda.device_count()),
+            )
+        return cls(
+            name="cpu", device_type="cpu", triton=_triton_mode(on_cpu=True), packages=packages
+        )
+
+    @classmethod
+    def preset(cls, name: str) -> "Machine":
+        """A machine by name, for plans of machines that are not here."""
+        if name not in PRESETS:
+            raise ConfigError(
+                f"machine {name!r} is unknown; choose one of: {', '.join(PRESETS)}, or give the "
+                f"JSON file that `ep-runtime doctor --json FILE` writes"
+            )
+        return PRESETS[name]
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Machine":
+        """The inverse of `to_dict`; unknown keys are refused."""
+        known = {field.name for field in fields(cls)}
+        if set(values) - known or not set(values) >= _NEEDED:
+            raise ConfigError(
+                f"machine has the keys {sorted(values)}; needed are name, device_type, triton, "
+                f"allowed besides are {', '.join(sorted(known - _NEEDED))}"
+            )
+        if values["triton"] not in tuple(TritonMode):
+            raise ConfigError(
+                f"machine.triton is {values['triton']!r}; choose one of: {', '.join(TritonMode)}"
+            )
+        return cls(
+            name=values["name"],
+            device_type=values["device_type"],
+            triton=TritonMode(values["triton"]),
+            device_memory_bytes=values.get("device_memory_bytes"),
+            packages=tuple(values.get("packages", ())),
+            num_devices=values.get("num_devices", 0),
+            nvlink=values.get("nvlink"),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"packages": list(self.packages)}
+
+
+PRESETS = {
+    "cpu": Machine(name="cpu", device_type="cpu", triton=TritonMode.INTERPRETER),
+    "h200x8": Machine(
+        name="NVIDIA H200",
+        device_type="cuda",
+        triton=TritonMode.COMPILED,
+        device_memory_bytes=143_771 * 2**20,  # nvidia-smi's 143771 MiB
+        num_devices=8,
+        nvlink=True,
+    ),
+}
+
+
+def _triton_mode(*, on_cpu: bool) -> TritonMode:
+    if importlib.util.find_spec("triton") is None:
+        return TritonMode.UNUSABLE
+    from ep_runtime.kernels.interpreter import is_interpreting
+
+    if is_interpreting():
+        return TritonMode.INTERPRETER
+    return TritonMode.UNUSABLE if on_cpu else TritonMode.COMPILED
+
+
+def _all_joined_by_nvlink(num_devices: int) -> bool | None:
+    """Whether every two devices of this host have NVLink between them."""
+    from torch._C import _distributed_c10d
+    from torch._C._autograd import DeviceType
+
+    detect = getattr(_distributed_c10d, "_detect_dma_connectivity", None)
+    if detect is None:
+        return None
+    try:
+        matrix = detect(DeviceType.CUDA, "nvlink").matrix
+    except RuntimeError:
+        return None  # the driver does not tell
+    pairs = ((a, b) for a in range(num_devices) for b in range(num_devices) if a != b)
+    return all(matrix[a][b] > 0 for a, b in pairs)

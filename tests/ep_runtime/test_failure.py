@@ -1,0 +1,256 @@
+"""One rank's failure ends all ranks in bounded time, by name; a slow rank is no failure."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from ep_runtime.config import ParallelConfig
+from ep_runtime.distributed import EPContext, init_distributed
+from ep_runtime.failure import FailureLimits
+from ep_runtime.kernels.errors import RankFailure
+from ep_runtime.rendezvous import Rendezvous
+from tests.all2all.contract import ContractCase, run_layer, seeded_rows
+from tests.harness import (
+    Outcome,
+    connect,
+    process_outcomes,
+    rank_outcomes,
+    run_processes,
+    run_ranks,
+    store_address,
+)
+
+ROOT = Path(__file__).parents[2]
+QUICK = FailureLimits(poll_interval_s=0.2, stale_after_s=3.0, exit_grace_s=2.0, farewell_s=2.0)
+
+
+def ranks(dp_size: int) -> ParallelConfig:
+    return ParallelConfig(dp_size=dp_size, device="cpu", all2all_backend="naive")
+
+
+def names(outcome: Outcome, text: str) -> bool:
+    return isinstance(outcome.error, RankFailure) and text in str(outcome.error)
+
+
+def wait_for_each_other_but_rank(ctx: EPContext, failing: int, how: str) -> None:
+    """Every rank agrees on row counts for ever; `failing` stops after the first time."""
+    for attempt in range(10_000):
+        ctx.rows_per_rank(attempt)
+        if ctx.rank == failing and how == "raise":
+            raise ValueError("boom")
+        if ctx.rank == failing and how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_all_ranks_name_the_rank_that_raised(failing: int) -> None:
+    outcomes = rank_outcomes(wait_for_each_other_but_rank, ranks(3), failing, "raise", timeout=30)
+    assert isinstance(outcomes[failing].error, ValueError)
+    others = [outcome for outcome in outcomes if outcome.rank != failing]
+    assert all(names(o, f"rank {failing} failed: ValueError: boom") for o in others), outcomes
+    assert max(outcome.seconds for outcome in outcomes) < 20
+
+
+def run_layers_until_rank_1_raises(ctx: EPContext, backend: str) -> None:
+    case = ContractCase("failure", (3, 5, 2))
+    own = seeded_rows(case, ctx.dp_rank, 0, ctx.device)
+    for layer in range(1000):
+        run_layer(ctx, ctx.backend(backend, case.shape()), case, own)
+        if ctx.rank == 1 and layer == 2:
+            raise KeyError("lost")
+
+
+@pytest.mark.parametrize("backend", ["naive", "all_to_all"])
+def test_ranks_inside_a_layer_name_the_rank_that_raised(backend: str) -> None:
+    outcomes = rank_outcomes(run_layers_until_rank_1_raises, ranks(3), backend, timeout=30)
+    assert isinstance(outcomes[1].error, KeyError)
+    assert all(names(outcomes[r], "rank 1 failed: KeyError: 'lost'") for r in (0, 2)), outcomes
+    assert max(outcome.seconds for outcome in outcomes) < 20
+
+
+def test_survivors_name_a_killed_rank() -> None:
+    outcomes = rank_outcomes(
+        wait_for_each_other_but_rank, ranks(3), 1, "kill", timeout=60, limits=QUICK
+    )
+    assert outcomes[1].exit_code == -signal.SIGKILL
+    assert all(names(outcomes[r], "rank 1 is gone") for r in (0, 2)), outcomes
+    assert max(outcome.seconds for outcome in outcomes) < 30
+
+
+def test_survivors_name_a_killed_rank_within_30_seconds_by_default() -> None:
+    outcomes = rank_outcomes(wait_for_each_other_but_rank, ranks(2), 1, "kill", timeout=60)
+    assert names(outcomes[0], "rank 1 is gone"), outcomes
+    assert outcomes[0].seconds < 30
+
+
+def host_store_on_rank_0(rank: int, port: int, prefix: str, how: str) -> None:
+    """As a launcher without an agent does: rank 0 hosts the store, and fails."""
+    meeting_point = connect(port, prefix)
+    if rank == 0:
+        hosted = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        meeting_point.set("port", str(hosted.port))
+        store = hosted
+    else:
+        hosted_port = int(meeting_point.get("port"))
+        store = TCPStore("127.0.0.1", hosted_port, is_master=False, wait_for_workers=False)
+    rendezvous = Rendezvous(store, rank, 3, rank, "rank 0 (the store's host)")
+    with init_distributed(ranks(3), rendezvous=rendezvous, limits=QUICK) as ctx:
+        wait_for_each_other_but_rank(ctx, 0, how)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [("kill", "rank 0 (the store's host) is gone"), ("raise", "rank 0 failed: ValueError: boom")],
+)
+def test_ranks_end_when_the_one_that_hosts_the_store_fails(how: str, message: str) -> None:
+    outcomes = process_outcomes(host_store_on_rank_0, 3, *store_address(), how, timeout=60)
+    assert all(names(outcomes[r], message) for r in (1, 2)), outcomes
+    assert max(outcome.seconds for outcome in outcomes) < 20
+
+
+def be_slow_on_rank_1(ctx: EPContext, seconds: float) -> tuple[int, ...]:
+    if ctx.rank == 1:
+        time.sleep(seconds)
+    return ctx.rows_per_rank(ctx.rank)
+
+
+def test_a_rank_whose_main_thread_is_slow_is_not_taken_for_dead() -> None:
+    slow_s = 2 * QUICK.stale_after_s
+    assert run_ranks(be_slow_on_rank_1, ranks(2), slow_s, limits=QUICK) == [(0, 1), (0, 1)]
+
+
+def block_without_checking(ctx: EPContext) -> None:
+    if ctx.rank == 1:
+        raise ValueError("boom")
+    time.sleep(60)
+
+
+def test_a_rank_whose_main_thread_never_notices_is_ended() -> None:
+    outcomes = rank_outcomes(block_without_checking, ranks(2), timeout=40, limits=QUICK)
+    assert outcomes[0].exit_code == 1
+    assert outcomes[0].seconds < 20
+
+
+def block_in_a_kernel(ctx: EPContext) -> None:
+    """Rank 0's device waits for a collective that rank 1 never joins."""
+    case = ContractCase("failure", (3, 3))
+    backend = ctx.backend("naive", case.shape())
+    own = seeded_rows(case, ctx.dp_rank, 0, ctx.device)
+    run_layer(ctx, backend, case, own)
+    if ctx.rank == 1:
+        time.sleep(1)
+        raise ValueError("boom")
+    prepared = backend.prepare(replace(own, rows_per_rank=(3, 3)))
+    backend.dispatch(prepared)
+    torch.cuda.synchronize()
+    ctx.check()
+
+
+@pytest.mark.multigpu
+def test_a_rank_blocked_in_nccl_wakes_and_names_the_rank_that_raised() -> None:
+    config = ParallelConfig(dp_size=2, device="cuda", all2all_backend="naive")
+    outcomes = rank_outcomes(block_in_a_kernel, config, timeout=60)
+    assert names(outcomes[0], "rank 1 failed: ValueError: boom"), outcomes
+    assert outcomes[0].seconds < 30
+
+
+def close_while_rank_1_fails(ctx: EPContext) -> str:
+    if ctx.rank == 1:
+        time.sleep(0.5)
+        raise ValueError("late")
+    ctx.close()
+    return "unreachable"
+
+
+def test_close_ends_and_says_so_when_another_rank_fails_meanwhile() -> None:
+    outcomes = rank_outcomes(close_while_rank_1_fails, ranks(2), timeout=30)
+    assert names(outcomes[0], "rank 1 failed: ValueError: late"), outcomes
+
+
+def report_and_look(ctx: EPContext) -> list[str]:
+    """Both ranks see one cause, however often and by whom failures are reported after it."""
+    seen = []
+    if ctx.rank == 1:
+        ctx.report_failure(ValueError("first"))
+    for _ in range(200):
+        try:
+            ctx.check()
+        except RankFailure as failure:
+            ctx.report_failure(failure)
+            ctx.report_failure(ValueError("later"))
+            seen.append(str(failure))
+            if len(seen) == 2:
+                break
+        time.sleep(0.05)
+    return seen
+
+
+def test_the_first_report_is_the_cause_and_noticing_it_is_not_reported() -> None:
+    for seen in run_ranks(report_and_look, ranks(2)):
+        assert seen == ["rank 1 failed: ValueError: first"] * 2
+
+
+SCRIPT = """
+import ep_runtime as ep
+ctx = ep.init_distributed(ep.ParallelConfig(dp_size=2, device="cpu"))
+for n in range(100):
+    ctx.rows_per_rank(n)
+    if ctx.rank == 1 and n == 3:
+        raise KeyError("uncaught")
+"""
+
+
+def test_a_script_that_dies_without_closing_its_context_tells_the_others() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environ = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    started_at = time.monotonic()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT],
+            env=environ | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)},
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [process.communicate(timeout=90)[1] for process in processes]
+    assert "RankFailure: rank 1 failed: KeyError: 'uncaught'" in errors[0]
+    assert "KeyError: 'uncaught'" in errors[1]
+    assert [process.returncode for process in processes] == [1, 1]
+    assert time.monotonic() - started_at < 60
+
+
+def abandon_a_collective(rank: int, port: int, prefix: str) -> Any:
+    """Rank 1 never joins the collective, yet rank 0 closes at once after its RankFailure."""
+    limits = FailureLimits(poll_interval_s=0.1, farewell_s=1.0)
+    rendezvous = Rendezvous(connect(port, prefix), rank, 2, rank)
+    ctx = init_distributed(ranks(2), rendezvous=rendezvous, limits=limits)
+    if rank == 1:
+        time.sleep(0.5)
+        ctx.report_failure(ValueError("boom"))
+        time.sleep(3)
+        return None
+    with pytest.raises(RankFailure, match="rank 1 failed"):
+        ctx.rows_per_rank(torch.zeros(1).numel())
+    started_at = time.monotonic()
+    ctx.close()
+    ctx.close()
+    return time.monotonic() - started_at
+
+
+def test_close_does_not_wait_for_an_abandoned_collective() -> None:
+    seconds, _ = run_processes(abandon_a_collective, 2, *store_address())
+    assert seconds < 2
