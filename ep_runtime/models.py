@@ -1,0 +1,227 @@
+"""Loads a Hugging Face checkpoint as an expert-parallel model."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor
+
+from ep_runtime.agreement import agree_plan
+from ep_runtime.checkpoint import CheckpointReader, read_config
+from ep_runtime.config import DTYPES, MoEConfig, SharedExpertsConfig
+from ep_runtime.distributed import EPContext
+from ep_runtime.expert_loading import ExpertBuffers, ExpertLoader, LoadReport, prove_coverage
+from ep_runtime.expert_parallel_model import ExpertParallelModel, MoEBlock
+from ep_runtime.families import moe_config_from_hf
+from ep_runtime.generation import GreedyOutput as GreedyOutput
+from ep_runtime.generation import greedy_generate as greedy_generate
+from ep_runtime.kernels.errors import CheckpointError, ConfigError, RankFailure
+from ep_runtime.layer import MoELayer
+from ep_runtime.machine import Machine
+from ep_runtime.plan import resolve_plan
+from ep_runtime.skeleton import build_skeleton, load_dense, transformers_config
+from ep_runtime.tensor_names import MoELayout, NameMap, Slot, map_names, slot_shapes
+
+ResultT = TypeVar("ResultT")
+
+
+def load_model(
+    path: str | Path,
+    ctx: EPContext,
+    *,
+    experts: str = "auto",
+    shared_experts: SharedExpertsConfig | None = None,
+    dtype: str | torch.dtype | None = None,
+    progress: bool = True,
+) -> ExpertParallelModel:
+    """Load a Hugging Face checkpoint, each rank its own experts; a collective of all ranks.
+
+    path: a directory with config.json and safetensors files; no code of it is run.
+    dtype: of all weights; None for the checkpoint's own. progress: a bar on rank 0's stderr.
+
+    Raises on all ranks: CheckpointError (a tensor is missing, left over, misshapen, damaged, or
+    not read exactly once; ranks see different checkpoints), ConfigError, PlanError. Where only
+    one rank fails, the others raise RankFailure with its reason.
+    """
+    opened, digests = _agree(ctx, lambda: _Opened(path, dtype), lambda opened: opened.digest)
+    if len(set(digests)) > 1:
+        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        raise CheckpointError(
+            f"{path}: ranks {others} see another checkpoint than rank 0; give every rank the same"
+        )
+    plan = resolve_plan(
+        opened.moe,
+        ctx.parallel,
+        Machine.detect(ctx.device.type),
+        experts=experts,
+        shared_experts=shared_experts,
+    )
+    agree_plan(plan, ctx.ep_group)
+    skeleton = opened.skeleton
+    layers = {i: MoELayer(opened.moe, ctx, plan=plan) for i in skeleton.moe_layers}
+    with opened.reader:
+        report, reports = _agree(
+            ctx,
+            lambda: _load_weights(opened, layers, ctx, progress=progress and ctx.rank == 0),
+            lambda report: report.experts_read,
+        )
+    wanted = {(slot.layer, slot.part) for slot in opened.names.slots if _is_routed(slot)}
+    for first in range(0, ctx.world_size, ctx.parallel.ep_size):
+        group = reports[first : first + ctx.parallel.ep_size]
+        prove_coverage(sorted(wanted), opened.moe.num_experts, group)
+    for i, layer in layers.items():
+        layer.finish_loading()
+        skeleton.set_block(i, MoEBlock(layer, skeleton.family.returns_router_scores))
+    return ExpertParallelModel(skeleton, list(layers.values()), plan, report).eval()
+
+
+class _Opened:
+    """What is known of a checkpoint before its weights are read; every name has its place."""
+
+    def __init__(self, path: str | Path, dtype: str | torch.dtype | None) -> None:
+        values = read_config(path)
+        if values.get("quantization_config"):
+            method = values["quantization_config"].get("quant_method", "unknown")
+            raise CheckpointError(
+                f"{path}: quantization_config ({method}) is not supported; give a checkpoint in "
+                f"{', '.join(DTYPES)}"
+            )
+        moe_config_from_hf(values)  # an unknown family is told of here
+        config = transformers_config(values)
+        self.reader = CheckpointReader(path)
+        name = _dtype_name(dtype, config, self.reader)
+        self.moe = MoEConfig(**{**moe_config_from_hf(config).model_dump(), "dtype": name})
+        self.skeleton = build_skeleton(config, self.moe.torch_dtype)
+        if not self.skeleton.moe_layers:
+            raise CheckpointError(f"{path}: config.json describes a model without MoE layers")
+        layout = MoELayout(
+            self.skeleton.family,
+            self.moe,
+            self.skeleton.moe_layers,
+            config.num_hidden_layers,
+            self.skeleton.tied,
+        )
+        self.names: NameMap = map_names(self.reader.tensors, layout, self.skeleton.shapes)
+        shapes = slot_shapes(self.moe, self.skeleton.family)
+        for slot, name in self.names.slots.items():
+            self.reader.check(name, shapes[slot.part])
+        for name in self.names.dense:
+            self.reader.check(name, self.skeleton.shapes[name])
+        self.digest = self.reader.digest()
+
+
+def _dtype_name(dtype: str | torch.dtype | None, config: Any, reader: CheckpointReader) -> str:
+    """The name of the dtype asked for, else config.json's, else that of the embeddings."""
+    wanted = dtype if dtype is not None else getattr(config, "dtype", None)
+    if wanted is None:
+        stored = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+        info = reader.tensors.get("model.embed_tokens.weight")
+        wanted = stored.get(info.dtype if info else "F32", "float32")
+    name = str(wanted).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ConfigError(f"dtype ({name}) is not supported; choose one of: {', '.join(DTYPES)}")
+    return name
+
+
+def _is_routed(slot: Slot) -> bool:
+    return slot.expert is not None or slot.part in ("w13", "w2", "w13_bias", "w2_bias")
+
+
+@torch.no_grad()
+def _load_weights(
+    opened: _Opened, layers: Mapping[int, MoELayer], ctx: EPContext, *, progress: bool
+) -> LoadReport:
+    """Read the dense part and this rank's experts, in the order of the files."""
+    reader, slots = opened.reader, opened.names.slots
+    loader = ExpertLoader(reader, opened.skeleton.family)
+    buffers = {
+        i: ExpertBuffers(layer.local_expert_ids, layer.w13, layer.w2, layer.w13_bias, layer.w2_bias)
+        for i, layer in layers.items()
+    }
+    expert_bytes = sum(reader.num_bytes(name) for slot, name in slots.items() if _is_routed(slot))
+    all_bytes = sum(reader.num_bytes(name) for name in (*slots.values(), *opened.names.dense))
+    own = len(layers[min(layers)].local_expert_ids) / opened.moe.num_experts
+    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
+        task = bar.add_task("", total=all_bytes - expert_bytes * (1 - own))
+        num_tensors = load_dense(
+            opened.skeleton,
+            reader,
+            opened.names.dense,
+            ctx.device,
+            lambda num_bytes: bar.advance(task, num_bytes),
+        )
+        for slot, name in sorted(slots.items(), key=lambda item: reader.tensors[item[1]].file):
+            before = reader.bytes_read
+            if _is_routed(slot):
+                loader.read(slot, name, buffers[slot.layer])
+            else:
+                reader.read_into(name, _replicated(slot.part, layers[slot.layer]))
+                num_tensors += 1
+            bar.advance(task, reader.bytes_read - before)
+    return LoadReport(
+        bytes_read=reader.bytes_read,
+        expert_bytes_read=loader.bytes_read,
+        expert_bytes_in_checkpoint=expert_bytes,
+        num_tensors_read=num_tensors + loader.num_tensors_read,
+        experts_read=loader.experts_read(),
+    )
+
+
+def _replicated(part: str, layer: MoELayer) -> Tensor:
+    """Where a tensor that every rank holds goes."""
+    router: dict[str, Tensor | None] = {
+        "router": layer.router.weight,
+        "router_bias": layer.router.bias,
+        "correction_bias": layer.router.correction_bias,
+    }
+    target = router.get(part)
+    if target is None and layer.shared is not None:
+        gate_rows, up_rows = layer.shared.w13.chunk(2)
+        target = {
+            "shared_gate_proj": gate_rows,
+            "shared_up": up_rows,
+            "shared_down": layer.shared.w2,
+            "shared_gate": layer.shared.gate,
+        }[part]
+    if target is None:
+        raise RuntimeError(f"the layer has no place for {part}")
+    return target
+
+
+def _agree(
+    ctx: EPContext, action: Callable[[], ResultT], share: Callable[[ResultT], Any]
+) -> tuple[ResultT, list[Any]]:
+    """Do something that may fail on one rank only; a collective of all ranks.
+
+    Returns the result, and what every rank shares of its own. Raises the rank's own error, or
+    RankFailure where another rank failed.
+    """
+    result: ResultT | None = None
+    shared: tuple[str | None, Any]
+    error: Exception | None = None
+    try:
+        result = action()
+        shared = (None, share(result))
+    except Exception as failure:
+        error, shared = failure, (f"{type(failure).__name__}: {failure}", None)
+    by_rank: list[Any] = [shared]
+    if ctx.world_size > 1:
+        by_rank = [None] * ctx.world_size
+        try:
+            dist.all_gather_object(by_rank, shared)
+        except Exception:
+            if error is not None:
+                raise error from None
+            ctx.check()
+            raise
+    if error is not None:
+        raise error
+    for rank, (reason, _) in enumerate(by_rank):
+        if reason is not None:
+            raise RankFailure(f"rank {rank} failed to load the checkpoint: {reason}")
+    return cast(ResultT, result), [value for _, value in by_rank]
