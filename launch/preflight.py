@@ -1,0 +1,129 @@
+"""Everything about a run that can be known before a rank starts."""
+
+import os
+from collections.abc import MutableMapping
+from pathlib import Path
+
+import torch
+
+from ep_runtime.all2all.registry import backend_class
+from ep_runtime.checkpoint import CheckpointReader, read_config
+from ep_runtime.config import MoEConfig, ParallelConfig
+from ep_runtime.kernels.errors import ConfigError
+from ep_runtime.kernels.registry import experts_class
+from ep_runtime.launch.run_config import RunConfig
+from ep_runtime.launcher_environment import LauncherEnvironment
+from ep_runtime.machine import Machine
+from ep_runtime.plan import Plan, resolve_plan
+from ep_runtime.tiny import tiny_config
+
+INTERPRET_VARIABLE = "TRITON_INTERPRET"
+
+
+def device_type_of(parallel: ParallelConfig) -> str:
+    """What `device: auto` means on this machine; a ConfigError for cuda where there is none."""
+    available = torch.cuda.is_available()
+    if parallel.device == "cuda" and not available:
+        raise ConfigError(
+            "parallel.device is cuda, and torch sees no CUDA device here; use device: cpu or auto"
+        )
+    return "cuda" if available and parallel.device != "cpu" else "cpu"
+
+
+def set_interpreter_variable(config: RunConfig, environ: MutableMapping[str, str]) -> None:
+    """Set TRITON_INTERPRET=1 if ranks on a CPU will launch Triton kernels, and only then.
+
+    Triton reads the variable while it is imported, and a kernel's class says only after that
+    whether it needs Triton; so it is set for the look and kept where the answer is yes.
+    """
+    if device_type_of(config.parallel) != "cpu" or INTERPRET_VARIABLE in environ:
+        return
+    environ[INTERPRET_VARIABLE] = "1"
+    try:
+        experts, backend = config.kernel.experts, config.parallel.all2all_backend
+        needed = [experts_class(experts).capabilities.needs_triton] if experts != "auto" else []
+        if backend != "auto":
+            needed.append(backend_class(backend).capabilities.needs_triton)
+    except BaseException:
+        del environ[INTERPRET_VARIABLE]
+        raise
+    if not any(needed):
+        del environ[INTERPRET_VARIABLE]
+
+
+def check_world_size(parallel: ParallelConfig, launcher: LauncherEnvironment) -> None:
+    """The ranks a launcher started must be the ranks the configuration asks for."""
+    started, wanted = launcher.world_size, parallel.world_size
+    if started is not None and started != wanted:
+        raise ConfigError(
+            f"parallel.dp_size * parallel.tp_size ({parallel.dp_size} * {parallel.tp_size} = "
+            f"{wanted}) must equal the {started} ranks that {launcher.launcher} started; change "
+            f"either"
+        )
+
+
+def checkpoint_moe(path: Path) -> MoEConfig:
+    """The MoE layers of a checkpoint folder; an unknown family lists the known ones."""
+    values = read_config(path)
+    try:
+        return MoEConfig.from_hf(values)
+    except ConfigError as error:
+        raise ConfigError(f"model.checkpoint {path}: {error}") from None
+
+
+def moe_of(config: RunConfig) -> MoEConfig:
+    """The layer that is planned for; logits are checked in float32, whatever the weights are."""
+    model = config.model
+    if model.layer is not None:
+        return model.layer
+    if model.tiny is not None:
+        tiny = tiny_config(model.tiny.family)
+        return MoEConfig.from_hf(tiny).model_copy(update={"dtype": "float32"})
+    moe = checkpoint_moe(Path(model.checkpoint or ""))
+    return moe.model_copy(update={"dtype": "float32"}) if config.check == "logits" else moe
+
+
+def plan_of(config: RunConfig) -> Plan:
+    """The plan that the ranks will build, resolved here, on the machine they run on."""
+    return resolve_plan(
+        moe_of(config),
+        config.parallel,
+        Machine.detect(device_type_of(config.parallel)),
+        experts=config.kernel.experts,
+        shared_experts=config.shared_experts,
+    )
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The non-empty lines of a text file, one prompt each; none is a ConfigError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"workload.prompts {path}: cannot be read: {error}") from None
+    prompts = [line for line in lines if line.strip()]
+    if not prompts:
+        raise ConfigError(f"workload.prompts {path}: holds no prompt; write one a line")
+    return prompts
+
+
+def prepare_output_dir(config: RunConfig, *, write_config: bool) -> Path:
+    """Make the folder; one process of the run also writes the resolved configuration into it."""
+    folder = Path(config.output_dir).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if write_config:
+            (folder / "config.yaml").write_text(config.to_yaml())
+    except OSError as error:
+        raise ConfigError(f"output_dir {folder}: cannot be written: {error}") from None
+    return folder
+
+
+def check_before_start(config: RunConfig) -> None:
+    """Raise what would make every rank fail: ConfigError, PlanError or CheckpointError."""
+    set_interpreter_variable(config, os.environ)
+    if config.workload.prompts is not None:
+        read_prompts(Path(config.workload.prompts))
+    plan_of(config)
+    if config.model.checkpoint is not None:
+        # Reads the files' headers alone.
+        CheckpointReader(config.model.checkpoint).close()

@@ -1,0 +1,277 @@
+"""Exit statuses and messages of the command line, without starting a process."""
+
+import json
+import os
+import re
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ep_runtime.launch import layer_job
+from ep_runtime.launch.cli import app
+from ep_runtime.reference import reference_layer
+from tests.launch.configs import LAYER, ONE_RANK, TINY, write_config
+
+Command = Callable[..., tuple[int, str]]
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Command:
+    """Runs the command line in an empty folder: its exit status, and what it wrote."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: str, **environment: str) -> tuple[int, str]:
+        with monkeypatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            with pytest.raises(SystemExit) as ended:
+                app(list(arguments))
+        said = capfd.readouterr()
+        code = ended.value.code
+        assert isinstance(code, int)
+        return code, said.out + said.err
+
+    return run
+
+
+def test_one_rank_runs_in_this_process_and_passes(command: Command, tmp_path: Path) -> None:
+    status, said = command("run", str(write_config(tmp_path, ONE_RANK)), "--json", "out.json")
+    assert status == 0, said
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["passed"]
+    assert report["ranks"][0]["num_tokens"] == 7
+    assert report["plan"]["backend"] == "local"
+    assert report["environment"]["torch"] == torch.__version__
+    assert "passed" in said
+
+
+def test_a_failed_check_is_status_1_and_says_by_how_much(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def doubled(*tensors: Any, **more: Any) -> torch.Tensor:
+        return reference_layer(*tensors, **more) * 2
+
+    monkeypatch.setattr(layer_job, "reference_layer", doubled)
+    status, said = command("run", str(write_config(tmp_path, ONE_RANK)))
+    assert status == 1
+    assert re.search(r"layer: relative error\W+0\.5\W+1e-05\W+no", said), said
+    assert said.rstrip().endswith("failed")
+    assert not json.loads((tmp_path / "out" / "report.json").read_text())["passed"]
+
+
+def test_a_raising_single_rank_is_status_1_with_one_message(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("a tensor of the wrong kind")
+
+    monkeypatch.setattr(layer_job, "make_rows", fail)
+    status, said = command("run", str(write_config(tmp_path, ONE_RANK)))
+    assert status == 1
+    assert said == "ep-runtime: rank 0 failed: ValueError: a tensor of the wrong kind\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--set", "parallel.dp_siz=1"], "parallel.dp_siz: unknown key; did you mean 'dp_size'?"),
+        (["--set", "kernel.experts=tritn"], "experts 'tritn' is unknown; choose one of: auto,"),
+        (["--set", "parallel.all2all_backend=nave"], "all2all_backend 'nave' is unknown"),
+        (["--set", "parallel.all2all_backend=local"], "all2all_backend local cannot be used"),
+        (["--set", "output_dir=run.yaml"], "output_dir run.yaml: cannot be written"),
+        (["--json", "run.yaml/x"], "--json run.yaml/x: cannot be written"),
+        (["--st", "x=1"], "No such option"),
+    ],
+)
+def test_what_is_wrong_is_found_before_any_rank_starts(
+    arguments: list[str], said: str, command: Command, tmp_path: Path, no_ranks: None
+) -> None:
+    status, text = command("run", str(write_config(tmp_path, LAYER)), *arguments)
+    assert status == 2
+    assert said in text
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("model.checkpoint=nowhere", "nowhere"),
+        ("model.tiny.family=mixtrall", "family 'mixtrall' is not supported; choose one of"),
+        ("workload.prompts=nowhere.txt", "nowhere.txt: cannot be read"),
+        ("workload.prompts=empty.txt", "empty.txt: holds no prompt"),
+    ],
+)
+def test_a_wrong_model_or_prompt_is_found_before_any_rank_starts(
+    override: str, said: str, command: Command, tmp_path: Path, no_ranks: None
+) -> None:
+    (tmp_path / "empty.txt").write_text("\n\n")
+    status, text = command("run", str(write_config(tmp_path, TINY)), "--set", override)
+    assert status == 2
+    assert said in text
+    assert text.count("\n") == 1
+
+
+def test_a_checkpoint_of_an_unknown_family_lists_the_known_ones(
+    command: Command, tmp_path: Path, no_ranks: None
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "bert"}')
+    path = write_config(tmp_path, TINY)
+    status, said = command("run", str(path), "--set", "model.checkpoint=model")
+    assert status == 2
+    assert "model_type 'bert' is not supported" in said
+    assert "mixtral" in said
+
+
+@pytest.fixture
+def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails the test if a rank is started or joins."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a rank was started")
+
+    monkeypatch.setattr("ep_runtime.launch.run_command.start_ranks", refuse)
+    monkeypatch.setattr("ep_runtime.launch.run_job.init_distributed", refuse)
+
+
+def test_a_world_of_another_size_is_refused(
+    command: Command, tmp_path: Path, no_ranks: None
+) -> None:
+    path = write_config(tmp_path, LAYER)
+    status, said = command("run", str(path), **{**TORCHRUN, "WORLD_SIZE": "4"}, **MASTER)
+    assert status == 2
+    assert said == (
+        "ep-runtime: parallel.dp_size * parallel.tp_size (2 * 1 = 2) must equal the 4 ranks that "
+        "torchrun started; change either\n"
+    )
+
+
+MASTER = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
+
+
+def test_contradicting_launcher_variables_are_both_named(
+    command: Command, tmp_path: Path, no_ranks: None
+) -> None:
+    path = write_config(tmp_path, LAYER)
+    status, said = command("run", str(path), PMI_RANK="1", PMI_SIZE="2", **TORCHRUN, **MASTER)
+    assert status == 2
+    assert "RANK (0) and PMI_RANK (1) contradict each other" in said
+
+
+def test_a_busy_port_is_named(command: Command, tmp_path: Path) -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = str(busy.getsockname()[1])
+        path = write_config(tmp_path, LAYER)
+        environment = {**TORCHRUN, **MASTER, "MASTER_PORT": port}
+        status, said = command("run", str(path), **environment)
+    assert status == 2
+    assert f"MASTER_PORT ({port}) is busy" in said
+    assert "choose another MASTER_PORT" in said
+
+
+def test_the_interpreter_is_asked_for_only_where_triton_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ep_runtime.launch.preflight import set_interpreter_variable
+    from ep_runtime.launch.run_config import load_run_config
+
+    path = write_config(tmp_path, LAYER)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for experts, wanted in (("auto", None), ("reference", None), ("triton", "1")):
+        set_interpreter_variable(load_run_config(path, [f"kernel.experts={experts}"]), os.environ)
+        assert os.environ.pop("TRITON_INTERPRET", None) == wanted, experts
+
+
+def test_explain_plans_a_deepseek_v3_layer_for_machines_that_are_not_here(
+    command: Command, tmp_path: Path, no_ranks: None
+) -> None:
+    for world_size, per_rank in ((8, 32), (64, 4)):
+        status, said = command(
+            *("explain", "gpu_dp8_ep8.yaml", "--machine", "h200x8"),
+            *("--world-size", str(world_size), "--json", "plan.json"),
+        )
+        assert status == 0, said
+        plan = json.loads((tmp_path / "plan.json").read_text())
+        assert plan["parallel"]["ep_size"] == world_size
+        assert {len(e) for e in plan["placement"]["experts_of_rank"]} == {per_rank}
+        # 3 projections of 7168 x 2048 in bfloat16, an expert.
+        assert plan["bytes_per_rank"][0]["experts"] == per_rank * 3 * 7168 * 2048 * 2
+        assert plan["machine"]["name"] == "NVIDIA H200"
+        assert "256 experts, top-8" in said
+        assert "owner, every rank" in said
+
+
+def test_explain_keeps_what_set_names_beside_the_world_size(
+    command: Command, tmp_path: Path
+) -> None:
+    sets = ("--set", "parallel.expert_parallel_size=4", "--set", "parallel.tp_size=2")
+    status, said = command(
+        "explain", "gpu_dp8_ep8.yaml", "--machine", "h200x8", "--world-size", "16", *sets
+    )
+    assert status == 0
+    assert "16 ranks (dp 8 x tp 2), 4 EP groups of 4" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--world-size", "7", "--set", "parallel.tp_size=2"], "--world-size (7) must be a"),
+        (["--world-size", "4", "--set", "parallel.dp_size=8"], "contradicts"),
+        (["--machine", "tpu"], "machine 'tpu' is unknown"),
+        (["--machine", "broken.json"], "--machine broken.json: is not a doctor's JSON"),
+    ],
+)
+def test_explain_refuses_what_cannot_be(
+    arguments: list[str], said: str, command: Command, tmp_path: Path
+) -> None:
+    (tmp_path / "broken.json").write_text("{}")
+    status, text = command("explain", "gpu_dp8_ep8.yaml", *arguments)
+    assert status == 2
+    assert said in text
+
+
+def test_explain_reads_a_checkpoint_and_a_doctors_machine(command: Command, tmp_path: Path) -> None:
+    from ep_runtime.tiny import tiny_config
+
+    (tmp_path / "model").mkdir()
+    config = tiny_config("mixtral").to_dict() | {"dtype": "bfloat16"}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    status, said = command("doctor", "--json", "doctor.json")
+    assert status == 0, said
+    for source in ("model", "model/config.json"):
+        status, said = command(
+            *("explain", source, "--machine", "doctor.json", "--world-size", "3"),
+            *("--set", "parallel.all2all_backend=naive"),
+        )
+        assert status == 0, said
+        assert "3 ranks" in said
+        assert "backend    naive" in said
+
+
+def test_doctor_says_why_a_kernel_is_not_usable(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ep_runtime.machine import TritonMode
+
+    monkeypatch.setattr("ep_runtime.machine._triton_mode", lambda **_: TritonMode.UNUSABLE)
+    status, said = command("doctor", "--json", "doctor.json")
+    assert status == 0
+    found = json.loads((tmp_path / "doctor.json").read_text())
+    usable = {verdict["name"]: verdict["usable"] for verdict in found["backends"]}
+    assert [usable[name] for name in ("local", "naive", "all_to_all")] == [True, True, True]
+    kernels = {verdict["name"]: verdict for verdict in found["experts"]}
+    assert kernels["reference"] == {"name": "reference", "usable": True, "reason": None}
+    assert not kernels["triton"]["usable"]
+    assert "TRITON_INTERPRET=1" in kernels["triton"]["reason"]
+    assert found["devices"][0]["cores"] == os.cpu_count()
+    assert found["mpi"]["mpi4py"]
+    assert "TRITON_INTERPRET=1" in said
