@@ -195,5 +195,8 @@ class AllToAllBackend:
         )
         return PendingCombine(exchange, sent, returned, handle)
 
+    def check(self) -> None:
+        return None
+
     def close(self) -> None:
         return None

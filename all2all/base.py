@@ -30,34 +30,6 @@ class CombineBias(StrEnum):
 
 
 @dataclass(frozen=True)
-class BackendCapabilities:
-    """What a backend declares; the resolver reads nothing else of it.
-
-    weights_in_combine: combine weights and sums raw rows (batched), else the kernel did.
-    uneven_experts: ranks may hold different numbers of experts.
-    gathers_rows: it is a GatheringBackend, so a monolithic kernel can run behind it.
-    max_ep_size, ep_sizes, max_top_k, max_hidden_size: None for any. dtypes: of the rows.
-    """
-
-    name: str
-    format: InputFormat
-    supports_async: bool
-    combine_bias: CombineBias
-    weights_in_combine: bool
-    uneven_experts: bool
-    supports_cuda_graph: bool
-    device_types: frozenset[str] = frozenset({"cpu", "cuda"})
-    gathers_rows: bool = False
-    max_ep_size: int | None = None
-    needs_triton: bool = False
-    needs_package: str | None = None
-    dtypes: frozenset[torch.dtype] = frozenset({torch.float32, torch.bfloat16, torch.float16})
-    ep_sizes: frozenset[int] | None = None
-    max_top_k: int | None = None
-    max_hidden_size: int | None = None
-
-
-@dataclass(frozen=True)
 class ExpertPlacement:
     """Which rank of an EP group holds which expert; `ep_runtime/placement.py` makes them.
 
@@ -90,6 +62,59 @@ class BackendShape:
     dtype: torch.dtype
     max_tokens_per_rank: int
     placement: ExpertPlacement
+
+
+def landed_bytes(shape: BackendShape, ep_rank: int) -> int:
+    """Rows, ids and weights that land in one round, at most; nothing lands on one rank alone."""
+    placement = shape.placement
+    if placement.ep_size == 1:
+        return 0
+    row_bytes = shape.hidden_size * shape.dtype.itemsize + shape.top_k * 8
+    return placement.ep_size * shape.max_tokens_per_rank * row_bytes
+
+
+def landed_batched_bytes(shape: BackendShape, ep_rank: int) -> int:
+    """The same in the batched format, where each expert has room for every row."""
+    placement = shape.placement
+    if placement.ep_size == 1:
+        return 0
+    capacity = placement.ep_size * shape.max_tokens_per_rank
+    expert_bytes = capacity * shape.hidden_size * shape.dtype.itemsize + 4
+    return placement.num_local_experts(ep_rank) * expert_bytes
+
+
+@dataclass(frozen=True)
+class BackendCapabilities:
+    """What a backend declares; the resolver reads nothing else of it.
+
+    weights_in_combine: combine weights and sums raw rows (batched), else the kernel did.
+    uneven_experts: ranks may hold different numbers of experts.
+    gathers_rows: it is a GatheringBackend, so a monolithic kernel can run behind it.
+    needs_peer_access: ranks reach each other's memory: one host, every two devices on NVLink.
+    auto_max_tokens: `auto` takes it up to this max_tokens_per_rank; None for any.
+    receive_bytes: (shape, ep_rank) -> device memory that received rows take, at most.
+    max_ep_size, ep_sizes, max_top_k, max_hidden_size: None for any. dtypes: of the rows.
+    """
+
+    name: str
+    format: InputFormat
+    supports_async: bool
+    combine_bias: CombineBias
+    weights_in_combine: bool
+    uneven_experts: bool
+    supports_cuda_graph: bool
+    device_types: frozenset[str] = frozenset({"cpu", "cuda"})
+    gathers_rows: bool = False
+    max_ep_size: int | None = None
+    needs_triton: bool = False
+    needs_package: str | None = None
+    dtypes: frozenset[torch.dtype] = frozenset({torch.float32, torch.bfloat16, torch.float16})
+    ep_sizes: frozenset[int] | None = None
+    max_top_k: int | None = None
+    max_hidden_size: int | None = None
+    needs_peer_access: bool = False
+    auto_max_tokens: int | None = None
+    receive_bytes: Callable[[BackendShape, int], int] = landed_bytes
 
 
 def shape_fault(backend: BackendCapabilities, shape: BackendShape) -> str | None:
@@ -209,8 +234,11 @@ class All2AllBackend(Protocol[PreparedT, HandleT]):
         own rank.
         """
 
+    def check(self) -> None:
+        """Raise RankFailure once a wait on the device has run out; never waits."""
+
     def close(self) -> None:
-        """Release what __init__ allocated."""
+        """Release what __init__ allocated; raises as `check`, after it has."""
 
 
 class GatheringBackend(All2AllBackend[PreparedT, HandleT], Protocol[PreparedT, HandleT]):

@@ -60,5 +60,8 @@ class LocalBackend:
             raise ValueError("local's combine takes no bias; add it to the result")
         return Finished(expert_output)
 
+    def check(self) -> None:
+        return None
+
     def close(self) -> None:
         return None

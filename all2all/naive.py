@@ -108,6 +108,9 @@ class NaiveBackend:
             rows = torch.cat([_padded(block, most_rows, 0) for block in blocks])
         return self._sum_scatter(rows)[: rows_per_rank[self._group.rank]]
 
+    def check(self) -> None:
+        return None
+
     def close(self) -> None:
         return None
 

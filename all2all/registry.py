@@ -9,15 +9,13 @@ from ep_runtime.kernels.errors import ConfigError
 # In the order `auto` prefers them.
 _BUILT_IN = {
     "local": "ep_runtime.all2all.local:LocalBackend",
-    "all_to_all": "ep_runtime.all2all.all_to_all:AllToAllBackend",
-    "naive": "ep_runtime.all2all.naive:NaiveBackend",
-    # After those that always work, so only by name.
+    "symm_mem": "ep_runtime.all2all.symm_mem:SymmMemBackend",
     "deepep_low_latency": "ep_runtime.all2all.deepep_low_latency:DeepEPLowLatencyBackend",
     "deepep_high_throughput": (
         "ep_runtime.all2all.deepep_high_throughput:DeepEPHighThroughputBackend"
     ),
-    # Last, so only by name: a Machine does not say whether its GPUs reach each other's memory.
-    "symm_mem": "ep_runtime.all2all.symm_mem:SymmMemBackend",
+    "all_to_all": "ep_runtime.all2all.all_to_all:AllToAllBackend",
+    "naive": "ep_runtime.all2all.naive:NaiveBackend",
 }
 _registered: dict[str, type[All2AllBackend[Any, Any]]] = {}
 

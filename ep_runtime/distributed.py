@@ -22,7 +22,7 @@ from ep_runtime.all2all.collectives import start_all_gather
 from ep_runtime.all2all.registry import backend_class
 from ep_runtime.config import ParallelConfig
 from ep_runtime.failure import FailureLimits, FailureWatch
-from ep_runtime.kernels.errors import ConfigError
+from ep_runtime.kernels.errors import ConfigError, RankFailure
 from ep_runtime.kernels.workspace import Workspace
 from ep_runtime.launcher_environment import read_launcher_environment
 from ep_runtime.process_groups import (
@@ -155,6 +155,8 @@ class EPContext:
     def check(self) -> None:
         """Raise RankFailure, naming rank and reason, once some rank has failed."""
         self._watch.check()
+        for backend in self._backends.values():
+            backend.check()
 
     def report_failure(self, error: BaseException) -> None:
         """Tell all ranks that this one has failed; they raise RankFailure within seconds.
@@ -167,7 +169,8 @@ class EPContext:
         """End what this context made; a default group made by the caller is left. Idempotent.
 
         The rank that hosts the store stays until all others have closed or one has failed.
-        Raises RankFailure where a rank has failed and nothing has said so yet.
+        Raises RankFailure where a rank has failed, or did not come to a wait on the device, and
+        nothing has said so yet.
         """
         self._close(None)
 
@@ -196,13 +199,24 @@ class EPContext:
             if error is None and not self._watch.is_delivered:
                 self._watch.check()
             return
-        for backend in self._backends.values():
-            backend.close()
-        self._backends.clear()
+        found = self._close_backends()
         for group in self._groups.distinct() if self._groups else []:
             dist.destroy_process_group(group)
         if self._made_default_group:
             dist.destroy_process_group()
+        if found is not None and error is None:
+            raise found
+
+    def _close_backends(self) -> RankFailure | None:
+        """Close all, and return the first wait on the device that had run out."""
+        found: RankFailure | None = None
+        for backend in self._backends.values():
+            try:
+                backend.close()
+            except RankFailure as failure:
+                found = found or failure
+        self._backends.clear()
+        return found
 
     def _close_at_exit(self) -> None:
         """The program ends with the context open: by an exception, or without `close`."""

@@ -19,7 +19,6 @@ from ep_runtime.kernels.base import (
     ExpertsCapabilities,
     ExpertsKind,
     ExpertsShape,
-    InputFormat,
 )
 from ep_runtime.kernels.errors import PlanError
 from ep_runtime.kernels.registry import experts_class, experts_names
@@ -34,6 +33,8 @@ from ep_runtime.ownership import (
 )
 from ep_runtime.placement import place_experts
 from ep_runtime.shared_expert import SharedExpert
+
+_ONLY_BY_NAME = "Triton's interpreter is for tests; name it to use it all the same"
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ def resolve_plan(
         ownership=ownership,
         rejections=(*rejections, *_rejected_owners(ownership, backend)),
         bytes_per_rank=tuple(
-            _rank_bytes(moe, parallel, backend, kernel.name, placement.num_local_experts(rank))
+            _rank_bytes(moe, kernel.name, shape, backend.receive_bytes(shape, rank), rank)
             for rank in range(parallel.ep_size)
         ),
     )
@@ -194,7 +195,9 @@ def _choose(
         experts_class(name).capabilities
         for name in (experts_names() if named_experts == "auto" else (named_experts,))
     ]
-    backend_faults = {b.name: _backend_fault(b, shape, machine) for b in backends}
+    backend_faults = {
+        b.name: _backend_fault(b, shape, machine, by_name=named_backend != "auto") for b in backends
+    }
     kernel_faults = {
         k.name: _experts_fault(k, moe, machine, by_name=named_experts != "auto") for k in kernels
     }
@@ -241,11 +244,31 @@ def _rejections(
 
 
 def _backend_fault(
-    backend: BackendCapabilities, shape: BackendShape, machine: Machine
+    backend: BackendCapabilities, shape: BackendShape, machine: Machine, *, by_name: bool
 ) -> str | None:
-    return shape_fault(backend, shape) or _device_fault(
+    fault = shape_fault(backend, shape) or _device_fault(
         backend.device_types, backend.needs_triton, backend.needs_package, machine
     )
+    return fault if fault or by_name else _auto_fault(backend, shape, machine)
+
+
+def _auto_fault(backend: BackendCapabilities, shape: BackendShape, machine: Machine) -> str | None:
+    """Why `auto` passes over a backend that would be used if it were named."""
+    if backend.needs_triton and machine.triton is TritonMode.INTERPRETER:
+        return _ONLY_BY_NAME
+    if backend.needs_peer_access and not machine.nvlink:
+        known = "unknown whether" if machine.nvlink is None else "not so that"
+        return f"it is {known} NVLink joins every two devices; name it to use it all the same"
+    ep_size = shape.placement.ep_size
+    if backend.needs_peer_access and machine.num_devices % ep_size:
+        return (
+            f"an EP group of {ep_size} ranks does not lie within one host of "
+            f"{machine.num_devices} devices; name it to use it all the same"
+        )
+    limit, wanted = backend.auto_max_tokens, shape.max_tokens_per_rank
+    if limit is not None and wanted > limit:
+        return f"it is for decode: max_tokens_per_rank ({wanted}) is above {limit}"
+    return None
 
 
 def _experts_fault(
@@ -267,7 +290,7 @@ def _experts_fault(
     fault = _device_fault(kernel.device_types, kernel.needs_triton, kernel.needs_package, machine)
     interpreted = kernel.needs_triton and machine.triton is TritonMode.INTERPRETER
     if fault is None and interpreted and not by_name:
-        return "Triton's interpreter is for tests; name it to use it all the same"
+        return _ONLY_BY_NAME
     return fault
 
 
@@ -339,12 +362,9 @@ def _experts_shape(moe: MoEConfig, num_local_experts: int) -> ExpertsShape:
 
 
 def _rank_bytes(
-    moe: MoEConfig,
-    parallel: ParallelConfig,
-    backend: BackendCapabilities,
-    experts: str,
-    num_local_experts: int,
+    moe: MoEConfig, experts: str, shape: BackendShape, receive_bytes: int, ep_rank: int
 ) -> RankBytes:
+    num_local_experts = shape.placement.num_local_experts(ep_rank)
     itemsize = moe.torch_dtype.itemsize
     hidden, width = moe.hidden_size, moe.moe_intermediate_size
     rows13 = width * (2 if moe.experts_activation().is_gated else 1)
@@ -354,15 +374,12 @@ def _rank_bytes(
     shared = (rows13 // width + 1) * hidden * moe.shared_intermediate_size
     if moe.shared_expert_gate:
         shared += hidden
-    rows = parallel.ep_size * parallel.max_tokens_per_rank
-    received = rows * (hidden * itemsize + moe.top_k * 8)
-    if backend.format is InputFormat.BATCHED:
-        received = num_local_experts * (rows * hidden * itemsize + 4)
+    rows = shape.placement.ep_size * shape.max_tokens_per_rank
     kernel = experts_class(experts)(_experts_shape(moe, num_local_experts))
     return RankBytes(
         experts=num_local_experts * per_expert * itemsize,
         router=4 * moe.num_experts * (hidden + moe.router_bias + moe.has_correction_bias),
         shared=shared * itemsize,
-        receive=received if parallel.ep_size > 1 else 0,
+        receive=receive_bytes,
         workspace=kernel.workspace_bytes(rows),
     )

@@ -149,12 +149,17 @@ def _batched_scratch_shapes(capacity: int, num_local_experts: int) -> tuple[int,
 
 
 def align_batched_rows(
-    expert_input: BatchedExpertInput, *, block_m: int, workspace: Workspace
+    expert_input: BatchedExpertInput,
+    *,
+    block_m: int,
+    workspace: Workspace,
+    max_rows: int | None = None,
 ) -> AlignedSlots:
     """Cut each expert's rows up to its count into tiles; the rows stay where they are.
 
-    At least one expert. The result lives in `workspace`, until its frame ends. Does not wait for
-    the device. Raises ValueError where E * capacity does not fit int32.
+    max_rows: a bound on the sum of the counts, where one is known. At least one expert. The result
+    lives in `workspace`, until its frame ends. Does not wait for the device. Raises ValueError
+    where E * capacity does not fit int32.
     """
     num_experts, capacity, _ = expert_input.hidden_states.shape
     if num_experts * capacity > _MAX_SLOTS:
@@ -173,12 +178,22 @@ def align_batched_rows(
         tile_experts,
         tile_starts,
         num_tiles,
-        num_experts * triton.cdiv(capacity, block_m),
+        max_batched_tiles(num_experts, capacity, block_m, max_rows),
         block_m,
         capacity,
     )
     _cut_tiles(aligned, num_rows_per_expert=expert_input.num_rows_per_expert.contiguous())
     return aligned
+
+
+def max_batched_tiles(
+    num_local_experts: int, capacity: int, block_m: int, max_rows: int | None = None
+) -> int:
+    """Most tiles that any counts give, of which the sum is at most max_rows."""
+    tiles: int = num_local_experts * triton.cdiv(capacity, block_m)
+    if max_rows is None:
+        return tiles
+    return min(tiles, max_tiles(max_rows, num_local_experts, block_m))
 
 
 def _cut_tiles(aligned: AlignedSlots, *, num_rows_per_expert: Tensor | None) -> None:
@@ -243,7 +258,7 @@ def align_batched_rows_reference(expert_input: BatchedExpertInput, *, block_m: i
         tile_experts=tile_experts,
         tile_starts=tile_starts,
         num_tiles=counts.new_full((1,), len(tile_starts), dtype=torch.int32),
-        max_tiles=num_experts * triton.cdiv(capacity, block_m),
+        max_tiles=max_batched_tiles(num_experts, capacity, block_m),
         block_m=block_m,
         capacity=capacity,
     )

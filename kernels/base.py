@@ -113,10 +113,13 @@ class BatchedExpertInput:
 
     hidden_states: [E_local, capacity, H]; rows past an expert's count are unwritten memory.
     num_rows_per_expert: [E_local] int32 on the device.
+    num_source_rows: how many rows of all ranks these are copies of, so that at most top_k times as
+    many are here; None where the host does not know.
     """
 
     hidden_states: Tensor
     num_rows_per_expert: Tensor
+    num_source_rows: int | None = None
 
 
 ExpertInput = StandardExpertInput | BatchedExpertInput

@@ -79,11 +79,19 @@ class TritonBatchedExperts(ModularExperts):
         output = torch.empty(
             (num_experts, capacity, hidden_size), dtype=rows.dtype, device=rows.device
         )
-        if output.numel() == 0:
+        if output.numel() == 0 or expert_input.num_source_rows == 0:
             return output
-        tiles = choose_tiles(capacity, self.shape)
+        # In decode far fewer rows come than the capacity allows.
+        num_source_rows = expert_input.num_source_rows
+        most_rows = capacity if num_source_rows is None else min(capacity, num_source_rows)
+        tiles = choose_tiles(most_rows, self.shape)
         with workspace.frame():
-            aligned = align_batched_rows(expert_input, block_m=tiles.block_m, workspace=workspace)
+            aligned = align_batched_rows(
+                expert_input,
+                block_m=tiles.block_m,
+                workspace=workspace,
+                max_rows=None if num_source_rows is None else num_source_rows * self.shape.top_k,
+            )
             activated = workspace.take((len(rows), self.shape.intermediate_size), rows.dtype)
             project_gate_up(
                 rows,

@@ -193,6 +193,9 @@ class BatchedBackend:
         collective = start_reduce_scatter(own, sums, self._group)
         return _Scattering(collective, own, handle.num_rows, expert_output.dtype)
 
+    def check(self) -> None:
+        return None
+
     def close(self) -> None:
         return None
 

@@ -73,8 +73,38 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_is_local_on_one_rank_and_communicates_on_more() -> None:
     assert _plan().backend == "local"
     assert _plan(dp_size=2).backend == "all_to_all"
-    assert _plan(H200, dp_size=8).backend == "all_to_all"
+    assert _plan(H200, dp_size=8).backend == "symm_mem"
     assert _plan(dp_size=4, ep_size=1).backend == "local"
+
+
+def _why_not(plan: Plan, name: str) -> str:
+    return next(r.reason for r in plan.rejections if r.name == name)
+
+
+def test_auto_takes_one_sided_backends_only_where_nvlink_joins_the_whole_group() -> None:
+    assert _plan(H200, dp_size=4).backend == "symm_mem"
+    assert _plan(H200, dp_size=16, ep_size=8).backend == "symm_mem"
+    for machine, dp_size, why in (
+        (replace(H200, nvlink=False), 8, "it is not so that NVLink joins every two devices"),
+        (replace(H200, nvlink=None), 8, "it is unknown whether NVLink joins every two devices"),
+        (H200, 16, "an EP group of 16 ranks does not lie within one host of 8 devices"),
+        (H200, 3, "an EP group of 3 ranks does not lie within one host of 8 devices"),
+    ):
+        plan = _plan(machine, dp_size=dp_size)
+        assert plan.backend == "all_to_all"
+        assert why in _why_not(plan, "symm_mem")
+        assert _plan(machine, dp_size=dp_size, all2all_backend="symm_mem").backend == "symm_mem"
+
+
+def test_auto_takes_deepep_by_the_number_of_tokens_where_triton_is_missing() -> None:
+    machine = replace(H200, packages=("deep_ep",), triton=TritonMode.UNUSABLE)
+    moe = _moe(dtype="bfloat16", num_experts=8, hidden_size=2048)
+    assert _plan(machine, moe=moe, dp_size=8, max_tokens_per_rank=64).backend == (
+        "deepep_low_latency"
+    )
+    plan = _plan(machine, moe=moe, dp_size=8, max_tokens_per_rank=300)
+    assert plan.backend == "deepep_high_throughput"
+    assert "max_tokens_per_rank (300) is above 256" in _why_not(plan, "deepep_low_latency")
 
 
 def test_auto_is_triton_where_it_compiles_and_reference_on_a_cpu() -> None:
@@ -210,7 +240,7 @@ def _register_limited() -> None:
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"'tritn'.*auto, triton, triton_batched, reference"):
         _plan(experts="tritn")
-    with pytest.raises(ConfigError, match=r"'nccl'.*auto, local, all_to_all, naive"):
+    with pytest.raises(ConfigError, match=r"'nccl'.*auto, local, symm_mem, .*all_to_all, naive"):
         _plan(all2all_backend="nccl")
 
 
@@ -318,7 +348,7 @@ def test_a_plan_cannot_change() -> None:
 
 
 def test_explain_shows_choices_rejections_owner_and_bytes() -> None:
-    plan = _plan(H200, dp_size=4, moe=_moe(shared_expert_gate=True))
+    plan = _plan(H200, dp_size=4, all2all_backend="all_to_all", moe=_moe(shared_expert_gate=True))
     text = plan.explain()
     lines = text.splitlines()
     assert plan.digest()[:12] in lines[0]

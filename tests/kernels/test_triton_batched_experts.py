@@ -12,6 +12,7 @@ from ep_runtime.kernels.align import (
     align_batched_rows,
     align_batched_rows_reference,
     align_batched_workspace_bytes,
+    max_batched_tiles,
 )
 from ep_runtime.kernels.base import BatchedExpertInput, ExpertWeights
 from ep_runtime.kernels.errors import PlanError
@@ -99,9 +100,38 @@ def test_equals_the_reference(case: ExpertsCase, device: torch.device) -> None:
 @pytest.mark.parametrize(
     "counts", [[0] * 5, [19] * 5, [0, 0, 0, 0, 7], [16, 17, 15, 1, 19]], ids=str
 )
-def test_any_counts(counts: list[int], device: torch.device) -> None:
+@pytest.mark.parametrize("left_over", [torch.nan, 1.0])
+def test_any_counts(counts: list[int], left_over: float, device: torch.device) -> None:
+    """Whatever stands in the rows past a count, `run` finds the output's unwritten there."""
     expert_input = batched_input(SMALL, device, counts)
+    expert_input.hidden_states.nan_to_num_(nan=left_over)
     assert_close(run(SMALL, expert_input), reference(SMALL, expert_input))
+
+
+@pytest.mark.parametrize("num_source_rows", [0, 1, 2, 6, 19, 400])
+def test_a_bound_on_the_rows_changes_the_grid_and_not_the_result(
+    num_source_rows: int, device: torch.device
+) -> None:
+    """As many rows as the bound allows: top_k of each source row, all but one on one expert."""
+    case = replace(SMALL, num_rows=64)
+    num_slots = min(num_source_rows * case.top_k, 64)
+    counts = [0, max(num_slots - 1, 0), 0, 0, min(num_slots, 1)]
+    expert_input = batched_input(case, device, counts)
+    bounded = replace(expert_input, num_source_rows=num_source_rows)
+    assert_close(run_in_any_workspace(case, bounded), run(case, expert_input))
+    bound = max_batched_tiles(5, 64, 16, num_source_rows * case.top_k)
+    assert bound <= max_batched_tiles(5, 64, 16) == 20
+    assert sum(-(-count // 16) for count in counts) <= bound
+
+
+def run_in_any_workspace(case: ExpertsCase, expert_input: BatchedExpertInput) -> Tensor:
+    """With 0 in the rows past each count."""
+    device = expert_input.hidden_states.device
+    kernel = TritonBatchedExperts(case.shape)
+    output = kernel.run(expert_input, case.weights(device), Workspace(device))
+    for expert, count in enumerate(expert_input.num_rows_per_expert.tolist()):
+        output[expert, count:] = 0
+    return output
 
 
 def test_no_rows_and_no_experts(device: torch.device) -> None:
@@ -136,7 +166,12 @@ def test_strided_rows(view: Callable[[Tensor], Tensor], device: torch.device) ->
 def test_inputs_are_never_written(device: torch.device) -> None:
     case = replace(SMALL, has_bias=True)
     expert_input, weights = batched_input(case, device), case.weights(device)
-    tensors = [value for part in (expert_input, weights) for value in vars(part).values()]
+    tensors = [
+        value
+        for part in (expert_input, weights)
+        for value in vars(part).values()
+        if isinstance(value, Tensor)
+    ]
     before = [tensor.clone() for tensor in tensors]
     run(case, expert_input, weights)
     for tensor, copy in zip(tensors, before, strict=True):

@@ -1,0 +1,433 @@
+"""One-sided all-to-all: ranks write into each other's memory and count arrivals; no barrier.
+
+Words. A *slot* is a receive buffer, a result buffer and arrival counters, laid out alike in the
+memory of every rank (kernels/symm_channel.py). P ranks, M = max_tokens_per_rank; both buffers hold
+P * M rows, so no routing overflows them, and nothing grows after construction.
+
+Wire protocol of one call in one slot, seen from rank s:
+
+1. dispatch (one launch, `put_tokens`) writes into the slot of every rank d, from row
+   first_row(s) = the rows of the ranks before s: the ids local to d of each own row (-1 for slots
+   that live elsewhere), the row's origin (s, t), and, only where d holds one of the row's experts,
+   its weights and the row itself, once. Then it adds ARRIVAL_SHARES to s's dispatch counter at
+   every d, itself included, also with zero rows.
+2. joining dispatch (one launch, one program) waits until the dispatch counter of every source has
+   reached (epoch + 1) * ARRIVAL_SHARES, and counts the call: epoch += 1. The received rows are the
+   first sum(rows_per_rank) rows of the buffer; the experts read them where they are. Rows that
+   were not sent here have ids of -1 only.
+3. combine (one launch, `put_results`) writes the result of each received row that has a local
+   expert to its origin's result buffer, at [s, t], and adds ARRIVAL_SHARES to s's combine counter
+   at every rank. Results of s's own rows are not copied.
+4. joining combine waits until every combine counter has reached epoch * ARRIVAL_SHARES, and adds
+   each own row's results in the order of the ranks, in float32, then the bias (one launch,
+   `sum_results`; two where many rows, or a separate join, ask for the wait on its own).
+
+Memory order. Writer: all threads of a program store rows with ordinary stores; a block-wide
+barrier; then one thread adds the program's share with a release at system scope. Reader: spins on
+the counters with volatile loads, then reads them again with an acquiring atomic at system scope;
+a block-wide barrier; then ordinary loads, in that program or in a later launch on the stream. A
+call's shares add up to ARRIVAL_SHARES, so a counter reaches its target only after the release of
+every program of the writer, and each of these releases is part of the acquired value's history.
+
+Why a late reader is safe, in one slot, call n:
+- s overwrites the receive buffer of d (step 1 of call n) after it has joined combine n-1, so after
+  d's arrival in combine n-1. d arrived there behind its experts and its own reads of the ids and
+  origins: nobody at d reads what is overwritten.
+- d overwrites the result buffer of s (step 3 of call n) after it has joined dispatch n, so after
+  s's arrival in dispatch n, which s launched behind its sum of call n-1.
+Both arguments need an arrival from every rank in every phase. That is why a rank without rows
+arrives too, and why a rank without rows waits as well. A counter can be at most one call ahead of
+its reader, and waits ask for "at least", so being ahead is harmless.
+
+Why two buffers suffice. One receive and one result buffer serve any number of calls one after
+another: each phase of a call is the other's permission to write. The second slot is there so that
+a call may be dispatched before the combine of the one before it is joined. A call takes the first
+free slot and holds it from dispatch to the join of its combine; all ranks make the same calls in
+the same order, so they take the same slot. A third call in flight is refused.
+
+Graphs. The host bakes addresses and row counts into a launch, which are static under capture;
+nothing else. Targets come from the epoch on the device, which the join of dispatch alone advances,
+so a graph can be replayed any number of times, with other routing, between eager calls too. All
+ranks replay the same graphs in the same order.
+
+Streams. Puts of at least `comm_stream_bytes` go to a communication stream, behind the current one,
+with a bounded number of programs; smaller ones stay on the current stream, which saves two events:
+there the flight and the peers' work remain to overlap with. The join orders the current stream
+behind the put. Rows and outputs that are in flight are held by the Pending.
+
+Where it waits: on the device, in the joins; never on the host on CUDA. On a CPU (Triton's
+interpreter) the join is the wait, in slices between which `group.check()` is asked.
+
+When a peer does not come. A wait lasts at most `wait_limit_s`. Then it writes (phase, peer, epoch)
+to memory that the host reads without waiting, marks the rank as failed, and goes on. A failed rank
+waits no more, puts nothing any more (it does not know whether its peers still read what it would
+overwrite), and its outputs are NaN. So whoever waits for it fails too, and no rank sums what was
+computed from rows that never came. The next call, `check()` and `close()` raise RankFailure, which
+names the peer.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ep_runtime.all2all.base import (
+    BackendCapabilities,
+    BackendShape,
+    CombineBias,
+    EPGroup,
+    RoutedTokens,
+)
+from ep_runtime.all2all.symmetric_buffer import SymmetricBuffer, open_symmetric_buffer
+from ep_runtime.kernels.base import InputFormat, StandardExpertInput
+from ep_runtime.kernels.errors import CapacityError, RankFailure
+from ep_runtime.kernels.interpreter import prepare_launch
+from ep_runtime.kernels.symm_channel import (
+    Channel,
+    FailedWait,
+    SlotLayout,
+    first_received_row,
+)
+from ep_runtime.kernels.symm_put import ExpertHomes, put_results, put_tokens
+from ep_runtime.kernels.symm_wait import sum_results, wait_for_dispatch, wait_for_results
+
+NUM_SLOTS = 2
+_SLICE_S = 0.1  # of a wait on a CPU, between two looks at whether a rank has failed
+
+
+@dataclass(frozen=True)
+class SymmMemLimits:
+    """What bounds the backend's waits and launches.
+
+    wait_limit_s: for a peer, in one join. put_programs: of one put at most; None: as many as the
+    device has multiprocessors. combine_programs: of a combine on the communication stream: 64 leave
+    half of an H200 to the shared expert and reach 0.97 of the rate of 132. comm_stream_bytes: puts
+    of fewer bytes stay on the current stream.
+    """
+
+    wait_limit_s: float = 100.0
+    put_programs: int | None = None
+    combine_programs: int = 64
+    comm_stream_bytes: int = 4 << 20
+
+
+@dataclass(frozen=True)
+class PreparedTokens:
+    """One round's own rows, contiguous, and where they land in every receive buffer.
+
+    num_received: R, rows of all ranks.
+    """
+
+    hidden_states: Tensor
+    topk_ids: Tensor
+    topk_weights: Tensor
+    first_row: int
+    num_received: int
+
+
+@dataclass(frozen=True)
+class SlotCall:
+    """A call between dispatch and combine: its slot, and its own rows' ids [T, K]."""
+
+    slot: int
+    topk_ids: Tensor
+    first_row: int
+    num_received: int
+
+
+@dataclass
+class PendingDispatch:
+    """Rows on their way. Keeps the prepared tensors until it is joined."""
+
+    backend: "SymmMemBackend"
+    prepared: PreparedTokens
+    handle: SlotCall
+    put_event: torch.cuda.Event | None
+    _is_joined: bool = field(default=False, init=False)
+
+    def join(self) -> None:
+        """Order the current stream (on a CPU: the caller) behind every rank's rows."""
+        if self._is_joined:
+            return
+        self._is_joined = True
+        self.backend.wait(self.handle.slot, wait_for_dispatch, self.put_event)
+
+    def wait(self, bias: Tensor | None = None) -> tuple[StandardExpertInput, SlotCall]:
+        """The received rows: views of the slot, valid until the call's combine is joined."""
+        if bias is not None:
+            raise ValueError("symm_mem's dispatch takes no bias")
+        self.join()
+        channel, rows = self.backend.channels[self.handle.slot], self.handle.num_received
+        received = StandardExpertInput(
+            hidden_states=channel.rows[:rows],
+            topk_ids=channel.topk_ids[:rows],
+            topk_weights=channel.topk_weights[:rows],
+        )
+        return received, self.handle
+
+
+@dataclass
+class PendingCombine:
+    """Results on their way home. Keeps them until it is joined."""
+
+    backend: "SymmMemBackend"
+    expert_output: Tensor
+    handle: SlotCall
+    put_event: torch.cuda.Event | None
+    _is_joined: bool = field(default=False, init=False)
+    _is_given: bool = field(default=False, init=False)
+
+    def join(self) -> None:
+        """Order the current stream (on a CPU: the caller) behind every rank's results."""
+        if self._is_joined:
+            return
+        self._is_joined = True
+        self.backend.wait(self.handle.slot, wait_for_results, self.put_event)
+
+    def wait(self, bias: Tensor | None = None) -> Tensor:
+        """Sum the results and `bias` [T, H] in float32; a fresh [T, H] in the input's dtype."""
+        if self._is_given:
+            raise RuntimeError("a combine of symm_mem gives its result once; keep what wait gave")
+        self._is_given = True
+        return self.backend.finish(self, bias, is_joined=self._is_joined)
+
+
+def _slot_layout(shape: BackendShape) -> SlotLayout:
+    return SlotLayout(
+        shape.placement.ep_size,
+        shape.max_tokens_per_rank,
+        shape.hidden_size,
+        shape.top_k,
+        shape.dtype,
+    )
+
+
+class SymmMemBackend:
+    """Triton kernels over symmetric memory, for decode and prefill.
+
+    Building it is a collective of the group. limits: as `SymmMemLimits`. open_buffer: makes the
+    memory; `open_symmetric_buffer`, or one rank of `virtual_buffers` in a stress test.
+    """
+
+    capabilities: ClassVar[BackendCapabilities] = BackendCapabilities(
+        name="symm_mem",
+        format=InputFormat.STANDARD,
+        supports_async=True,
+        combine_bias=CombineBias.AT_JOIN,
+        weights_in_combine=False,
+        uneven_experts=True,
+        supports_cuda_graph=True,
+        needs_triton=True,
+        needs_peer_access=True,
+        receive_bytes=lambda shape, ep_rank: NUM_SLOTS * _slot_layout(shape).num_bytes,
+    )
+
+    def __init__(
+        self,
+        group: EPGroup,
+        shape: BackendShape,
+        *,
+        limits: SymmMemLimits | None = None,
+        open_buffer: Callable[[EPGroup, int], SymmetricBuffer] = open_symmetric_buffer,
+    ) -> None:
+        prepare_launch(group.device)
+        self.limits = limits or SymmMemLimits()
+        self._group, self.shape = group, shape
+        device, on_cuda = group.device, group.device.type == "cuda"
+        placement = shape.placement
+        self._homes = ExpertHomes(
+            torch.tensor(placement.rank_of, dtype=torch.int32, device=device),
+            torch.tensor(placement.local_id_of, dtype=torch.int32, device=device),
+        )
+        self._put_programs = self.limits.put_programs or _num_multiprocessors(device)
+        self._comm_stream = torch.cuda.Stream(device, priority=-1) if on_cuda else None
+        self._record = torch.zeros(1, dtype=torch.int64, pin_memory=on_cuda)
+        layout = _slot_layout(shape)
+        self._buffer: SymmetricBuffer | None = open_buffer(group, NUM_SLOTS * layout.num_bytes)
+        self.channels = self._make_channels(layout, self._buffer)
+        self._free_slots = list(range(NUM_SLOTS))
+
+    def _make_channels(self, layout: SlotLayout, buffer: SymmetricBuffer) -> Sequence[Channel]:
+        device = self._group.device
+        failed = torch.zeros(1, dtype=torch.int64, device=device)
+        channels = []
+        for slot in range(NUM_SLOTS):
+            start = slot * layout.num_bytes
+            peers = [address + start for address in buffer.addresses]
+            channels.append(
+                Channel(
+                    layout=layout,
+                    rank=self._group.rank,
+                    memory=buffer.memory[start : start + layout.num_bytes],
+                    peers=torch.tensor(peers, dtype=torch.int64, device=device),
+                    epoch=torch.zeros(1, dtype=torch.int64, device=device),
+                    failed=failed,
+                    record=self._record,
+                    wait_limit_ns=int(self.limits.wait_limit_s * 1e9),
+                )
+            )
+        return tuple(channels)
+
+    def prepare(self, tokens: RoutedTokens) -> PreparedTokens:
+        """Raises CapacityError where a rank has more rows than the buffers are built for."""
+        limit = self.shape.max_tokens_per_rank
+        if max(tokens.rows_per_rank) > limit:
+            raise CapacityError(
+                f"rows_per_rank {list(tokens.rows_per_rank)} has more than "
+                f"max_tokens_per_rank ({limit}) rows on a rank; call in rounds or raise "
+                f"parallel.max_tokens_per_rank"
+            )
+        return PreparedTokens(
+            hidden_states=tokens.hidden_states.contiguous(),
+            topk_ids=tokens.topk_ids.to(torch.int32).contiguous(),
+            topk_weights=tokens.topk_weights.contiguous(),
+            first_row=first_received_row(tokens.rows_per_rank, self._group.rank),
+            num_received=sum(tokens.rows_per_rank),
+        )
+
+    def dispatch(self, prepared: PreparedTokens) -> PendingDispatch:
+        """Issue the rows. Raises RankFailure once a wait has run out or some rank has failed."""
+        self.check()
+        if not self._free_slots:
+            raise RuntimeError(
+                f"symm_mem has {NUM_SLOTS} calls in flight, which is its limit; wait for the "
+                f"combine of one before dispatching the next"
+            )
+        slot = self._free_slots.pop(0)
+        handle = SlotCall(slot, prepared.topk_ids, prepared.first_row, prepared.num_received)
+        tokens = (prepared.hidden_states, prepared.topk_ids, prepared.topk_weights)
+
+        def put() -> None:
+            put_tokens(
+                self.channels[slot],
+                tokens,
+                self._homes,
+                first_row=prepared.first_row,
+                max_programs=self._put_programs,
+            )
+
+        is_small = self._is_small(prepared.hidden_states, prepared.hidden_states.shape[0])
+        return PendingDispatch(self, prepared, handle, self._issue(put, is_small))
+
+    def combine(
+        self, expert_output: Tensor, handle: SlotCall, bias: Tensor | None = None
+    ) -> PendingCombine:
+        """Issue the results. expert_output: [R, H] by received row."""
+        if bias is not None:
+            raise ValueError("symm_mem's combine takes its bias at the join: wait(bias=...)")
+        self.check()
+        expert_output = expert_output.contiguous()
+        num_foreign_rows = expert_output.shape[0] - handle.topk_ids.shape[0]
+        is_small = self._is_small(expert_output, num_foreign_rows)
+
+        def put() -> None:
+            put_results(
+                self.channels[handle.slot],
+                expert_output,
+                num_own_rows=handle.topk_ids.shape[0],
+                first_own_row=handle.first_row,
+                max_programs=self._put_programs if is_small else self.limits.combine_programs,
+            )
+
+        return PendingCombine(self, expert_output, handle, self._issue(put, is_small))
+
+    def check(self) -> None:
+        """Raise RankFailure once a wait of this rank has run out, or some rank has failed."""
+        self._group.check()
+        failed = FailedWait.from_record(int(self._record))
+        if failed is not None:
+            raise RankFailure(
+                f"{self._name(self._group.rank)} waited {self.limits.wait_limit_s:g} s for "
+                f"{self._name(failed.peer)} in {failed.phase} of call {failed.epoch} of symm_mem; "
+                f"it is gone or far behind. Outputs since then are NaN"
+            )
+
+    def close(self) -> None:
+        """Release the memory, behind all that is in flight. Raises as `check`."""
+        if self._comm_stream is not None:
+            torch.cuda.synchronize(self._group.device)
+        self.channels = ()
+        self._buffer = None
+        self.check()
+
+    def wait(
+        self,
+        slot: int,
+        launch_wait: Callable[..., None],
+        put_event: torch.cuda.Event | None,
+    ) -> None:
+        """Join a phase of a call: `launch_wait`, behind the own put."""
+        channel = self.channels[slot]
+        if put_event is not None:
+            torch.cuda.current_stream(self._group.device).wait_event(put_event)
+        if self._group.device.type == "cuda":
+            launch_wait(channel, limit_ns=channel.wait_limit_ns)
+        else:
+            self._wait_in_slices(channel, launch_wait)
+
+    def finish(self, pending: PendingCombine, bias: Tensor | None, *, is_joined: bool) -> Tensor:
+        """Sum the results of a call and give its slot back; joins where that is still to do."""
+        handle, device = pending.handle, self._group.device
+        if not is_joined and device.type == "cpu":
+            pending.join()
+        elif not is_joined and pending.put_event is not None:
+            torch.cuda.current_stream(device).wait_event(pending.put_event)
+        output = sum_results(
+            self.channels[handle.slot],
+            pending.expert_output,
+            handle.topk_ids,
+            self._homes.rank_of,
+            first_own_row=handle.first_row,
+            bias=bias,
+            is_joined=is_joined,
+        )
+        self._free_slots = sorted([*self._free_slots, handle.slot])
+        return output
+
+    def _is_small(self, rows: Tensor, num_sent: int) -> bool:
+        """Whether a put of so many of `rows` stays on the current stream."""
+        num_bytes = num_sent * rows.shape[1] * rows.element_size()
+        return self._comm_stream is None or num_bytes < self.limits.comm_stream_bytes
+
+    def _issue(self, put: Callable[[], None], is_small: bool) -> torch.cuda.Event | None:
+        """Launch a put; the event behind it where it went to the communication stream."""
+        comm_stream = self._comm_stream
+        if comm_stream is None or is_small:
+            put()
+            return None
+        comm_stream.wait_stream(torch.cuda.current_stream(self._group.device))
+        with torch.cuda.stream(comm_stream):
+            put()
+            event = torch.cuda.Event()
+            event.record()
+        return event
+
+    def _wait_in_slices(self, channel: Channel, launch_wait: Callable[..., None]) -> None:
+        """A CPU's wait: the same kernel, stopped now and then to see whether a rank has failed."""
+        deadline = time.monotonic() + self.limits.wait_limit_s
+        while True:
+            left = deadline - time.monotonic()
+            launch_wait(channel, limit_ns=int(max(min(left, _SLICE_S), 0.0) * 1e9))
+            if int(self._record) == 0 or left <= _SLICE_S:
+                return
+            channel.failed.zero_()
+            self._record.zero_()
+            self._group.check()
+
+    def _name(self, ep_rank: int) -> str:
+        """A rank as users count them, and its place in the EP group."""
+        if self._group.process_group is None:
+            return f"EP rank {ep_rank}"
+        world_rank = dist.get_process_group_ranks(self._group.process_group)[ep_rank]
+        return f"rank {world_rank} (EP rank {ep_rank})"
+
+
+def _num_multiprocessors(device: torch.device) -> int:
+    """How many programs a put may have where nothing else runs; a few in the interpreter."""
+    if device.type != "cuda":
+        return 3
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

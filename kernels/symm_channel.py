@@ -1,0 +1,172 @@
+"""One slot of symmetric memory: what lies where in it, and how the kernels reach it.
+
+Every rank of a group has the same layout in its own memory, so a peer's tensor is found at the
+peer's base address plus the same offset.
+
+Shapes: P ranks, M rows a rank may send at most, K top-k slots, H hidden size.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ep_runtime.kernels.workspace import aligned_bytes
+
+# What one rank adds to each peer's arrival counter in one phase of one call, however many programs
+# it uses: all but the first add 1, the first adds the rest. So the receiver needs to know nothing
+# of the sender's launch. A power of two far above any number of programs; int64 counters pass
+# 2**63 only after 2**43 calls.
+ARRIVAL_SHARES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Region:
+    """A tensor in a slot: `offset` bytes from the slot's start."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class SlotLayout:
+    """The regions of one slot, each 256-byte aligned.
+
+    dispatch_arrivals, combine_arrivals: [P] int64, counted up by the peer of that index.
+    topk_ids [P * M, K] int32, topk_weights [P * M, K] float32, origins [P * M] int32,
+    rows [P * M, H]: what dispatch receives. origins: source rank * M + row there.
+    results: [P, M, H], what combine receives: from rank p, for own row t, at [p, t].
+    """
+
+    ep_size: int
+    max_tokens_per_rank: int
+    hidden_size: int
+    top_k: int
+    dtype: torch.dtype
+
+    @cached_property
+    def regions(self) -> dict[str, Region]:
+        """By name, in the order in which they lie."""
+        num_ranks, max_tokens, hidden = self.ep_size, self.max_tokens_per_rank, self.hidden_size
+        num_rows = num_ranks * max_tokens
+        wanted: tuple[tuple[str, tuple[int, ...], torch.dtype], ...] = (
+            ("dispatch_arrivals", (num_ranks,), torch.int64),
+            ("combine_arrivals", (num_ranks,), torch.int64),
+            ("topk_ids", (num_rows, self.top_k), torch.int32),
+            ("topk_weights", (num_rows, self.top_k), torch.float32),
+            ("origins", (num_rows,), torch.int32),
+            ("rows", (num_rows, hidden), self.dtype),
+            ("results", (num_ranks, max_tokens, hidden), self.dtype),
+        )
+        regions: dict[str, Region] = {}
+        offset = 0
+        for name, shape, dtype in wanted:
+            regions[name] = Region(offset, shape, dtype)
+            offset += aligned_bytes(regions[name].num_bytes)
+        return regions
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Of one slot."""
+        return sum(aligned_bytes(region.num_bytes) for region in self.regions.values())
+
+    def view(self, memory: Tensor, name: str) -> Tensor:
+        """A region of a slot's memory ([num_bytes] uint8) as a tensor; no copy."""
+        region = self.regions[name]
+        flat = memory[region.offset : region.offset + region.num_bytes]
+        return flat.view(region.dtype).view(region.shape)
+
+    def offset(self, name: str) -> int:
+        """Bytes from the slot's start to a region."""
+        return self.regions[name].offset
+
+
+def first_received_row(rows_per_rank: tuple[int, ...], source: int) -> int:
+    """Where the rows of rank `source` begin in every rank's receive buffer.
+
+    Example: rows_per_rank (3, 0, 5), source 2: 3.
+    """
+    return sum(rows_per_rank[:source])
+
+
+@dataclass(frozen=True)
+class Channel:
+    """One rank's end of one slot.
+
+    memory: [num_bytes] uint8, this rank's slot. peers: [P] int64 on the device, the address of
+    each rank's slot as this process reaches it, own included.
+    epoch: [1] int64 on the device, dispatches joined so far. failed: [1] int64 on the device, not
+    0 once a wait has run out; shared by all slots. record: [1] int64 in memory that the host reads
+    without waiting: see `FailedWait`. wait_limit_ns: how long a wait lasts at most.
+    """
+
+    layout: SlotLayout
+    rank: int
+    memory: Tensor
+    peers: Tensor
+    epoch: Tensor
+    failed: Tensor
+    record: Tensor
+    wait_limit_ns: int
+
+    @cached_property
+    def rows(self) -> Tensor:
+        return self.layout.view(self.memory, "rows")
+
+    @cached_property
+    def topk_ids(self) -> Tensor:
+        return self.layout.view(self.memory, "topk_ids")
+
+    @cached_property
+    def topk_weights(self) -> Tensor:
+        return self.layout.view(self.memory, "topk_weights")
+
+    @cached_property
+    def origins(self) -> Tensor:
+        return self.layout.view(self.memory, "origins")
+
+    @cached_property
+    def results(self) -> Tensor:
+        return self.layout.view(self.memory, "results")
+
+    @cached_property
+    def dispatch_arrivals(self) -> Tensor:
+        return self.layout.view(self.memory, "dispatch_arrivals")
+
+    @cached_property
+    def combine_arrivals(self) -> Tensor:
+        return self.layout.view(self.memory, "combine_arrivals")
+
+
+# Phases in a failure record; 0 means that nothing has failed.
+DISPATCH_PHASE = 1
+COMBINE_PHASE = 2
+PHASE_NAMES = {DISPATCH_PHASE: "dispatch", COMBINE_PHASE: "combine"}
+# A record is one word, so that the host never reads half of one: phase, peer, epoch.
+PHASE_SHIFT = 56
+PEER_SHIFT = 40
+
+
+@dataclass(frozen=True)
+class FailedWait:
+    """Which wait ran out: for which peer, in which call of the slot (from 1), in which phase."""
+
+    peer: int
+    epoch: int
+    phase: str
+
+    @classmethod
+    def from_record(cls, record: int) -> "FailedWait | None":
+        """None where nothing has failed."""
+        if record == 0:
+            return None
+        peer = record >> PEER_SHIFT & (1 << PHASE_SHIFT - PEER_SHIFT) - 1
+        epoch = record & (1 << PEER_SHIFT) - 1
+        return cls(peer, epoch, PHASE_NAMES[record >> PHASE_SHIFT])

@@ -1,0 +1,356 @@
+"""Wait for the peers' arrivals, and sum what they sent: the receiving half of `symm_mem`.
+
+A wait reads this rank's arrival counters until each has reached the call's target, then acquires
+each of them, so that what the peers stored before they arrived may be read: by this program, and
+by every later launch on the stream. A wait that runs out records whom it missed and marks the
+rank as failed; from then on waits end at once and sums are NaN.
+
+Shapes: T own rows, R rows received, P ranks, M rows a rank at most, K top-k slots, H hidden size.
+"""
+
+# Triton kernels carry no Python types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+import time
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import globaltimer
+
+from ep_runtime.kernels.interpreter import is_interpreting, prepare_launch
+from ep_runtime.kernels.symm_channel import (
+    ARRIVAL_SHARES,
+    COMBINE_PHASE,
+    DISPATCH_PHASE,
+    PEER_SHIFT,
+    PHASE_SHIFT,
+    Channel,
+)
+from ep_runtime.kernels.symm_put import RANKS_IN_MASK, rank_mask
+
+# Programs up to which each of a sum's programs waits for itself, which saves a launch; more would
+# only read the counters more often.
+_MAX_WAITING_PROGRAMS = 1024
+
+
+def wait_for_dispatch(channel: Channel, *, limit_ns: int) -> None:
+    """Order the stream behind every peer's `put_tokens` of the call that is being joined.
+
+    Counts the call: channel.epoch is one more, unless the wait ran out. Waits on the device, at
+    most limit_ns. One launch of one program.
+    """
+    _launch_wait(channel, DISPATCH_PHASE, limit_ns)
+
+
+def wait_for_results(channel: Channel, *, limit_ns: int) -> None:
+    """Order the stream behind every peer's `put_results` of the call that was joined last.
+
+    Waits on the device, at most limit_ns. One launch of one program.
+    """
+    _launch_wait(channel, COMBINE_PHASE, limit_ns)
+
+
+def _launch_wait(channel: Channel, phase: int, limit_ns: int) -> None:
+    prepare_launch(channel.memory.device)
+    _wait_kernel[(1,)](
+        channel.dispatch_arrivals if phase == DISPATCH_PHASE else channel.combine_arrivals,
+        channel.epoch,
+        channel.failed,
+        channel.record,
+        limit_ns,
+        PHASE=phase,
+        COUNTS_CALL=phase == DISPATCH_PHASE,
+        **_group_constants(channel),
+        num_warps=1,
+    )
+
+
+def sum_results(
+    channel: Channel,
+    own_results: Tensor,
+    topk_ids: Tensor,
+    rank_of: Tensor,
+    *,
+    first_own_row: int,
+    bias: Tensor | None,
+    is_joined: bool,
+) -> Tensor:
+    """Add each own row's results, in the order of the ranks and in float32, and the bias last.
+
+    own_results: [R, H] contiguous, of which row first_own_row + t is this rank's own share of row
+    t. topk_ids: [T, K] int32 as they were sent. rank_of: [E] int32. bias: [T, H] in any strides,
+    or None. is_joined: `wait_for_results` was launched for this call; else this waits, also with
+    T = 0. Returns a fresh [T, H] in the results' dtype; NaN once a wait has run out. Only results
+    of ranks that hold one of a row's experts are read.
+
+    One launch; two where T is too large for each program to wait and the call is not joined. Does
+    not wait on the host. Moves H * itemsize bytes in per (row, rank) pair and per bias row, and
+    T * H * itemsize out.
+    """
+    num_tokens, hidden_size = topk_ids.shape[0], own_results.shape[1]
+    block_rows, block_columns, num_warps = _sum_tiles(
+        num_tokens, hidden_size, own_results.element_size()
+    )
+    num_column_blocks = triton.cdiv(hidden_size, block_columns)
+    grid = (max(1, triton.cdiv(num_tokens, block_rows) * num_column_blocks),)
+    if not is_joined and grid[0] > _MAX_WAITING_PROGRAMS:
+        wait_for_results(channel, limit_ns=channel.wait_limit_ns)
+        is_joined = True
+    output = torch.empty(
+        (num_tokens, hidden_size), dtype=own_results.dtype, device=own_results.device
+    )
+    prepare_launch(output.device)
+    _sum_results_kernel[grid](
+        channel.combine_arrivals,
+        channel.epoch,
+        channel.failed,
+        channel.record,
+        channel.wait_limit_ns,
+        channel.results,
+        own_results,
+        topk_ids,
+        rank_of,
+        bias,
+        *(bias.stride() if bias is not None else (0, 0)),
+        output,
+        channel.rank,
+        first_own_row,
+        channel.layout.max_tokens_per_rank,
+        num_tokens,
+        rank_of.numel(),
+        hidden_size,
+        TOP_K=topk_ids.shape[1],
+        BLOCK_ROWS=block_rows,
+        BLOCK_COLUMNS=block_columns,
+        WAITS=not is_joined,
+        UNROLL=min(channel.layout.ep_size, 8),
+        RANKS_IN_MASK=RANKS_IN_MASK,
+        PHASE=COMBINE_PHASE,
+        **_group_constants(channel),
+        num_warps=num_warps,
+    )
+    return output
+
+
+def sum_results_reference(
+    channel: Channel,
+    own_results: Tensor,
+    topk_ids: Tensor,
+    rank_of: Tensor,
+    *,
+    first_own_row: int,
+    bias: Tensor | None,
+) -> Tensor:
+    """The definition of `sum_results`, for results that have arrived."""
+    num_tokens = topk_ids.shape[0]
+    is_routed = (topk_ids >= 0) & (topk_ids < rank_of.numel())
+    ranks = torch.where(is_routed, rank_of[torch.where(is_routed, topk_ids, 0).long()], -1)
+    total = own_results.new_zeros((num_tokens, own_results.shape[1]), dtype=torch.float32)
+    for rank in range(channel.layout.ep_size):
+        results: Tensor = channel.results[rank, :num_tokens]
+        if rank == channel.rank:
+            results = own_results[first_own_row : first_own_row + num_tokens]
+        total += torch.where((ranks == rank).any(1, keepdim=True), results.float(), 0.0)
+    if bias is not None:
+        total += bias.float()
+    return total.to(own_results.dtype)
+
+
+def _sum_tiles(num_tokens: int, hidden_size: int, itemsize: int) -> tuple[int, int, int]:
+    """Rows and columns of a program, and its warps: 16 bytes a thread where rows are few, so that
+    they are summed by many programs; 32 where they are many."""
+    if is_interpreting():
+        return 32, min(triton.next_power_of_2(hidden_size), 4096), 4
+    elements = (4096 if num_tokens <= 512 else 8192) // itemsize
+    columns = min(triton.next_power_of_2(hidden_size), elements)
+    return elements // columns, columns, 8
+
+
+def _group_constants(channel: Channel) -> dict[str, int]:
+    num_ranks = channel.layout.ep_size
+    return {
+        "NUM_RANKS": num_ranks,
+        "BLOCK_RANKS": triton.next_power_of_2(num_ranks),
+        "SHARES": ARRIVAL_SHARES,
+        "PEER_SHIFT": PEER_SHIFT,
+        "PHASE_SHIFT": PHASE_SHIFT,
+    }
+
+
+if is_interpreting():
+
+    def _read_clock() -> int:
+        """Nanoseconds. Reading it leaves the core to the processes that are waited for."""
+        time.sleep(2e-4)
+        return time.monotonic_ns()
+
+else:
+
+    @triton.jit
+    def _read_clock():
+        """Nanoseconds, of the device's global timer."""
+        return globaltimer().to(tl.int64)
+
+
+@triton.jit
+def _wait_for_peers(
+    arrivals_ptr,
+    epoch,
+    failed_ptr,
+    record_ptr,
+    limit_ns,
+    PHASE: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    BLOCK_RANKS: tl.constexpr,
+    SHARES: tl.constexpr,
+    PEER_SHIFT: tl.constexpr,
+    PHASE_SHIFT: tl.constexpr,
+):
+    """Acquire every peer's arrival of call `epoch` (from 1); whether the rank has failed."""
+    peers = tl.arange(0, BLOCK_RANKS)
+    is_peer = peers < NUM_RANKS
+    target = epoch * SHARES
+    start = _read_clock()
+    has_failed = tl.load(failed_ptr) != 0
+    arrived = tl.load(arrivals_ptr + peers, mask=is_peer, other=0, volatile=True)
+    is_missing = is_peer & (arrived < target)
+    num_missing = tl.sum(is_missing.to(tl.int32), axis=0)
+    while (num_missing > 0) & (has_failed == 0):
+        arrived = tl.load(arrivals_ptr + peers, mask=is_peer, other=0, volatile=True)
+        is_missing = is_peer & (arrived < target)
+        num_missing = tl.sum(is_missing.to(tl.int32), axis=0)
+        if (num_missing > 0) & (_read_clock() - start > limit_ns):
+            peer = tl.min(tl.where(is_missing, peers, BLOCK_RANKS), axis=0).to(tl.int64)
+            phase = tl.full([], PHASE, dtype=tl.int64)
+            tl.store(record_ptr, (phase << PHASE_SHIFT) | (peer << PEER_SHIFT) | epoch)
+            tl.store(failed_ptr, 1)
+            has_failed = has_failed | True
+    # The counters are only ever added to, so adding 0 reads them again, now with acquire.
+    zeros = tl.zeros([BLOCK_RANKS], dtype=tl.int64)
+    tl.atomic_add(arrivals_ptr + peers, zeros, mask=is_peer, sem="acquire", scope="sys")
+    tl.debug_barrier()
+    return has_failed
+
+
+@triton.jit(do_not_specialize=["limit_ns"])
+def _wait_kernel(
+    arrivals_ptr,  # [P] int64
+    epoch_ptr,  # [1] int64
+    failed_ptr,  # [1] int64
+    record_ptr,  # [1] int64
+    limit_ns,
+    PHASE: tl.constexpr,
+    COUNTS_CALL: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    BLOCK_RANKS: tl.constexpr,
+    SHARES: tl.constexpr,
+    PEER_SHIFT: tl.constexpr,
+    PHASE_SHIFT: tl.constexpr,
+):
+    """One program: wait, and in the dispatch phase count a call whose rows have all arrived."""
+    epoch = tl.load(epoch_ptr)
+    if COUNTS_CALL:
+        epoch += 1
+    has_failed = _wait_for_peers(
+        arrivals_ptr,
+        epoch,
+        failed_ptr,
+        record_ptr,
+        limit_ns,
+        PHASE,
+        NUM_RANKS,
+        BLOCK_RANKS,
+        SHARES,
+        PEER_SHIFT,
+        PHASE_SHIFT,
+    )
+    if COUNTS_CALL:
+        tl.store(epoch_ptr, epoch, mask=has_failed == 0)
+
+
+@triton.jit(
+    do_not_specialize=["limit_ns", "rank", "first_own_row", "max_tokens", "num_tokens"],
+)
+def _sum_results_kernel(
+    arrivals_ptr,  # [P] int64
+    epoch_ptr,  # [1] int64
+    failed_ptr,  # [1] int64
+    record_ptr,  # [1] int64
+    limit_ns,
+    results_ptr,  # [P, M, H]
+    own_results_ptr,  # [R, H]
+    ids_ptr,  # [T, K]
+    rank_of_ptr,  # [E]
+    bias_ptr,  # [T, H] or None
+    stride_bias_row,
+    stride_bias_col,
+    out_ptr,  # [T, H]
+    rank,
+    first_own_row,
+    max_tokens,
+    num_tokens,
+    num_experts,
+    hidden_size,
+    TOP_K: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    WAITS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    RANKS_IN_MASK: tl.constexpr,
+    PHASE: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    BLOCK_RANKS: tl.constexpr,
+    SHARES: tl.constexpr,
+    PEER_SHIFT: tl.constexpr,
+    PHASE_SHIFT: tl.constexpr,
+):
+    """One program a block of rows and columns. What does not depend on the peers comes first."""
+    num_column_blocks = tl.cdiv(hidden_size, BLOCK_COLUMNS)
+    block = tl.program_id(0)
+    rows = (block // num_column_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
+    columns = block % num_column_blocks * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    is_row = rows < num_tokens
+    mask = is_row[:, None] & (columns < hidden_size)[None, :]
+    offsets = rows[:, None] * hidden_size + columns[None, :]
+    ranks = rank_mask(ids_ptr, rank_of_ptr, rows, is_row, num_experts, 0, TOP_K, RANKS_IN_MASK)
+    own_offsets = offsets + first_own_row.to(tl.int64) * hidden_size
+    own_values = tl.load(own_results_ptr + own_offsets, mask=mask, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        bias_ptrs = bias_ptr + rows[:, None] * stride_bias_row + columns[None, :] * stride_bias_col
+        bias = tl.load(bias_ptrs, mask=mask, other=0.0).to(tl.float32)
+    if WAITS:
+        has_failed = _wait_for_peers(
+            arrivals_ptr,
+            tl.load(epoch_ptr),
+            failed_ptr,
+            record_ptr,
+            limit_ns,
+            PHASE,
+            NUM_RANKS,
+            BLOCK_RANKS,
+            SHARES,
+            PEER_SHIFT,
+            PHASE_SHIFT,
+        )
+    else:
+        has_failed = tl.load(failed_ptr) != 0
+    total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], dtype=tl.float32)
+    for first_rank in tl.static_range(0, NUM_RANKS, RANKS_IN_MASK):
+        if first_rank > 0:
+            ranks = rank_mask(
+                ids_ptr, rank_of_ptr, rows, is_row, num_experts, first_rank, TOP_K, RANKS_IN_MASK
+            )
+        num_in_mask = tl.minimum(NUM_RANKS - first_rank, RANKS_IN_MASK)
+        for bit in tl.range(0, num_in_mask, loop_unroll_factor=UNROLL):
+            peer = first_rank + bit
+            is_there = mask & ((ranks >> bit) & 1 != 0)[:, None]
+            sent_offsets = offsets + max_tokens.to(tl.int64) * peer * hidden_size
+            is_sent = is_there & (peer != rank)
+            values = tl.load(results_ptr + sent_offsets, mask=is_sent, other=0.0).to(tl.float32)
+            total += tl.where(is_there, tl.where(peer == rank, own_values, values), 0.0)
+    if bias_ptr is not None:
+        total += bias
+    total = tl.where(has_failed, float("nan"), total)
+    tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)

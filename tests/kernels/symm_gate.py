@@ -1,0 +1,130 @@
+"""Compile for sm_90 what a call of `symm_mem` would launch, and read the machine code's order.
+
+Run as `python -m tests.kernels.symm_gate` in a process without TRITON_INTERPRET; needs no GPU.
+Prints one JSON list of `GateEntry`.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ep_runtime.kernels.symm_channel import Channel, SlotLayout
+from ep_runtime.kernels.symm_put import ExpertHomes, put_results, put_tokens
+from ep_runtime.kernels.symm_wait import sum_results, wait_for_dispatch
+from tests.kernels.compile_gate import Launch, catch_launches, compile_launch
+
+
+@dataclass(frozen=True)
+class GateEntry:
+    """What one compiled kernel does with global memory, in the order of the code.
+
+    releases, acquires: atomics of that kind at system scope. unguarded_releases: releases with no
+    block-wide barrier between them and the store before; unguarded_acquires: acquires with none
+    between them and the load after. other_atomics: of any other kind or scope. widest_store_bytes:
+    of the stores.
+    """
+
+    kernel: str
+    dtype: str
+    shared_bytes: int
+    releases: int
+    acquires: int
+    unguarded_releases: int
+    unguarded_acquires: int
+    other_atomics: int
+    widest_store_bytes: int
+
+
+_INSTRUCTION = re.compile(r"\b(?:bar\.sync|(?:atom|red|st|ld)\.(?:volatile\.)?global[\w.:]*)")
+
+
+def read_ptx(kernel: str, dtype: str, compiled: Any) -> GateEntry:
+    """Follow stores, loads, barriers and atomics through the PTX from top to bottom."""
+    counts = dict.fromkeys(
+        ("releases", "acquires", "unguarded_releases", "unguarded_acquires", "other_atomics"), 0
+    )
+    store_is_open = acquire_is_open = False
+    widest = 0
+    for instruction in _INSTRUCTION.findall(compiled.asm["ptx"]):
+        if instruction == "bar.sync":
+            store_is_open = acquire_is_open = False
+        elif instruction.startswith("st."):
+            store_is_open = True
+            vector = re.search(r"\.v(\d)\.", instruction)
+            width = int(re.findall(r"\.[bfu](\d+)", instruction)[-1])
+            widest = max(widest, width // 8 * (int(vector.group(1)) if vector else 1))
+        elif instruction.startswith("ld."):
+            counts["unguarded_acquires"] += acquire_is_open
+            acquire_is_open = False
+        elif ".sys.release." in instruction:
+            counts["releases"] += 1
+            counts["unguarded_releases"] += store_is_open
+        elif ".sys.acquire." in instruction:
+            counts["acquires"] += 1
+            acquire_is_open = True
+        else:
+            counts["other_atomics"] += 1
+    return GateEntry(kernel, dtype, compiled.metadata.shared, **counts, widest_store_bytes=widest)
+
+
+def launches(
+    num_ranks: int, num_tokens: int, *, hidden_size: int, dtype: torch.dtype
+) -> list[Launch]:
+    """The (kernel, arguments, keywords) of a dispatch and a combine, caught on meta tensors."""
+
+    def empty(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    def word(size: int = 1) -> torch.Tensor:
+        return empty(size, dtype=torch.int64)
+
+    layout = SlotLayout(num_ranks, num_tokens, hidden_size, 8, dtype)
+    memory = empty(layout.num_bytes, dtype=torch.uint8)
+    channel = Channel(layout, 1, memory, word(num_ranks), word(), word(), word(), 10**11)
+    homes = ExpertHomes(empty(256, dtype=torch.int32), empty(256, dtype=torch.int32))
+    ids = empty(num_tokens, 8, dtype=torch.int32)
+    tokens = (empty(num_tokens, hidden_size), ids, empty(num_tokens, 8, dtype=torch.float32))
+    outputs = empty(num_ranks * num_tokens, hidden_size)
+    first_row = num_tokens
+
+    def call() -> None:
+        put_tokens(channel, tokens, homes, first_row=first_row, max_programs=132)
+        wait_for_dispatch(channel, limit_ns=10**11)
+        put_results(
+            channel, outputs, num_own_rows=num_tokens, first_own_row=first_row, max_programs=64
+        )
+        for is_joined in (False, True):
+            sum_results(
+                channel,
+                outputs,
+                ids,
+                homes.rank_of,
+                first_own_row=first_row,
+                bias=empty(num_tokens, hidden_size),
+                is_joined=is_joined,
+            )
+
+    return catch_launches(call)
+
+
+def entries() -> Iterator[GateEntry]:
+    """Decode and prefill, both tile sizes and widths of a number, and many ranks with rows of 602
+    bytes, which cannot be aligned."""
+    for num_ranks, num_tokens, hidden_size, dtype in (
+        (2, 1, 7168, torch.bfloat16),
+        (8, 512, 2880, torch.float32),
+        (72, 64, 301, torch.bfloat16),
+    ):
+        for kernel, arguments, keywords in launches(
+            num_ranks, num_tokens, hidden_size=hidden_size, dtype=dtype
+        ):
+            compiled = compile_launch(kernel, arguments, dict(keywords))
+            yield read_ptx(kernel.__name__, str(dtype), compiled)
+
+
+if __name__ == "__main__":
+    print(json.dumps([asdict(entry) for entry in entries()]))

@@ -1,0 +1,81 @@
+"""The layout of a symmetric slot, and the word that says which wait ran out."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ep_runtime.kernels.symm_channel import (
+    ARRIVAL_SHARES,
+    COMBINE_PHASE,
+    PEER_SHIFT,
+    PHASE_SHIFT,
+    FailedWait,
+    SlotLayout,
+    first_received_row,
+)
+
+layouts = st.builds(
+    SlotLayout,
+    ep_size=st.integers(1, 9),
+    max_tokens_per_rank=st.integers(1, 40),
+    hidden_size=st.integers(1, 300),
+    top_k=st.integers(1, 9),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+
+
+@given(layout=layouts)
+def test_regions_are_aligned_and_lie_behind_each_other_inside_the_slot(layout: SlotLayout) -> None:
+    end = 0
+    for region in layout.regions.values():
+        assert region.offset % 256 == 0
+        assert region.offset >= end
+        end = region.offset + region.num_bytes
+    assert end <= layout.num_bytes
+    assert layout.num_bytes % 256 == 0, "the next slot would not be aligned"
+
+
+@given(layout=layouts)
+def test_views_of_different_regions_share_no_byte(layout: SlotLayout) -> None:
+    memory = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    for number, name in enumerate(layout.regions, start=1):
+        view = layout.view(memory, name)
+        assert view.shape == layout.regions[name].shape
+        assert view.dtype == layout.regions[name].dtype
+        view.view(torch.uint8).fill_(number)
+    for number, region in enumerate(layout.regions.values(), start=1):
+        assert int((memory == number).sum()) == region.num_bytes
+
+
+def test_buffers_hold_what_all_ranks_may_send() -> None:
+    regions = SlotLayout(4, 16, 48, 3, torch.bfloat16).regions
+    assert regions["rows"].shape == (4 * 16, 48)
+    assert regions["results"].shape == (4, 16, 48)
+    assert regions["topk_ids"].shape == regions["topk_weights"].shape == (4 * 16, 3)
+
+
+@given(counts=st.lists(st.integers(0, 50), min_size=1, max_size=8))
+def test_received_rows_of_the_sources_tile_the_buffer_in_rank_order(counts: list[int]) -> None:
+    rows_per_rank = tuple(counts)
+    rows = [
+        first_received_row(rows_per_rank, source) + token
+        for source, count in enumerate(counts)
+        for token in range(count)
+    ]
+    assert rows == list(range(sum(counts)))
+
+
+@given(
+    peer=st.integers(0, 2**16 - 1),
+    epoch=st.integers(1, 2**40 - 1),
+)
+def test_a_failure_record_gives_back_peer_epoch_and_phase(peer: int, epoch: int) -> None:
+    record = COMBINE_PHASE << PHASE_SHIFT | peer << PEER_SHIFT | epoch
+    assert FailedWait.from_record(record) == FailedWait(peer, epoch, "combine")
+    assert FailedWait.from_record(0) is None
+    assert record < 2**63
+
+
+def test_a_lifetime_of_arrivals_fits_the_counter() -> None:
+    calls = 1000 * 100 * 3600 * 24 * 365 * 2  # 1000 layers, 100 steps a second, two years
+    assert calls * ARRIVAL_SHARES < 2**63
