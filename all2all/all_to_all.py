@@ -142,7 +142,6 @@ class AllToAllBackend:
         format=InputFormat.STANDARD,
         supports_async=True,
         combine_bias=CombineBias.NONE,
-        weights_in_combine=False,
         uneven_experts=True,
         supports_cuda_graph=False,
     )

@@ -87,7 +87,6 @@ def landed_batched_bytes(shape: BackendShape, ep_rank: int) -> int:
 class BackendCapabilities:
     """What a backend declares; the resolver reads nothing else of it.
 
-    weights_in_combine: combine weights and sums raw rows (batched), else the kernel did.
     uneven_experts: ranks may hold different numbers of experts.
     gathers_rows: it is a GatheringBackend, so a monolithic kernel can run behind it.
     needs_peer_access: ranks reach each other's memory: one host, every two devices on NVLink.
@@ -100,7 +99,6 @@ class BackendCapabilities:
     format: InputFormat
     supports_async: bool
     combine_bias: CombineBias
-    weights_in_combine: bool
     uneven_experts: bool
     supports_cuda_graph: bool
     device_types: frozenset[str] = frozenset({"cpu", "cuda"})
@@ -115,6 +113,11 @@ class BackendCapabilities:
     needs_peer_access: bool = False
     auto_max_tokens: int | None = None
     receive_bytes: Callable[[BackendShape, int], int] = landed_bytes
+
+    @property
+    def weights_in_combine(self) -> bool:
+        """Batched rows come back raw, and combine weighs and sums them; else the kernel has."""
+        return self.format is InputFormat.BATCHED
 
 
 def shape_fault(backend: BackendCapabilities, shape: BackendShape) -> str | None:
@@ -151,12 +154,17 @@ def _nobody_failed() -> None:
     return None
 
 
+def _nobody_ended(waited_s: float) -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class EPGroup:
     """One rank's view of its EP group.
 
     process_group: None where size is 1. check: raises RankFailure once some rank has failed;
-    host waits call it while they poll.
+    host waits call it while they poll. check_wait: called with the seconds that a host has waited
+    for the group's ranks: raises RankFailure too once one of them has ended and will never come.
     """
 
     process_group: dist.ProcessGroup | None
@@ -164,6 +172,7 @@ class EPGroup:
     size: int
     device: torch.device
     check: Callable[[], None] = field(default=_nobody_failed, compare=False)
+    check_wait: Callable[[float], None] = field(default=_nobody_ended, compare=False)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Collectives over one EP group whose host waits end when a rank fails.
 
 Where it waits: a gloo collective is waited for by the host, in slices between which
-`group.check()` is asked; an NCCL collective only orders the current stream. Groups of size 1
-have no process group: their collectives are copies.
+`group.check()` and `group.check_wait()` are asked; an NCCL collective only orders the current
+stream. Groups of size 1 have no process group: their collectives are copies.
 """
 
 import time
@@ -57,8 +57,11 @@ class Collective:
             if not self.waits_on_host:
                 self.work.wait()
                 return
+            waited_s = 0.0  # counted in slices: while the process is stopped nothing is waited for
             while not self._wait_a_slice():
+                waited_s += POLL_INTERVAL.total_seconds()
                 self.group.check()
+                self.group.check_wait(waited_s)
         except RankFailure:
             raise
         except RuntimeError as error:
@@ -80,9 +83,10 @@ def raise_rank_failure(group: EPGroup, error: Exception) -> NoReturn:
 
     A peer's death is felt here before it is recorded: waits up to NAMING_WAIT_S for the record.
     """
-    deadline = time.monotonic() + NAMING_WAIT_S
-    while time.monotonic() < deadline:
+    started_at = time.monotonic()
+    while (waited_s := time.monotonic() - started_at) < NAMING_WAIT_S:
         group.check()
+        group.check_wait(waited_s)
         time.sleep(0.05)
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     raise RankFailure(
@@ -157,10 +161,16 @@ def _issue(group: EPGroup, rows: Tensor, issue: Callable[[], Any]) -> Collective
 
 def gather_integers(value: int, group: EPGroup) -> tuple[int, ...]:
     """Every rank's integer, in rank order, on the host; waits for all ranks."""
-    own = torch.tensor([value], dtype=torch.int64, device=host_device(group))
-    gathered = own.new_empty(group.size)
+    return tuple(own for (own,) in gather_integer_rows((value,), group))
+
+
+def gather_integer_rows(values: Sequence[int], group: EPGroup) -> tuple[tuple[int, ...], ...]:
+    """Every rank's integers, equally many on all, in rank order, on the host; waits for all."""
+    group.check()  # first of all: a closed context's group cannot even be asked for its device
+    own = torch.tensor(list(values), dtype=torch.int64, device=host_device(group))
+    gathered = own.new_empty(group.size * len(values))
     start_all_gather(gathered, own, group).join()
-    return tuple(int(v) for v in gathered.tolist())
+    return tuple(tuple(row) for row in gathered.view(group.size, -1).tolist())
 
 
 def gather_texts(text: str, group: EPGroup) -> tuple[str, ...]:

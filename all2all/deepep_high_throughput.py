@@ -120,7 +120,6 @@ class DeepEPHighThroughputBackend:
         format=InputFormat.STANDARD,
         supports_async=True,
         combine_bias=CombineBias.AT_ISSUE,
-        weights_in_combine=False,
         uneven_experts=False,
         supports_cuda_graph=False,
         device_types=frozenset({"cuda"}),

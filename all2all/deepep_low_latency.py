@@ -121,7 +121,6 @@ class DeepEPLowLatencyBackend:
         format=InputFormat.BATCHED,
         supports_async=True,
         combine_bias=CombineBias.NONE,
-        weights_in_combine=True,
         uneven_experts=False,
         supports_cuda_graph=True,
         device_types=frozenset({"cuda"}),

@@ -29,7 +29,6 @@ class LocalBackend:
         format=InputFormat.STANDARD,
         supports_async=False,
         combine_bias=CombineBias.NONE,
-        weights_in_combine=False,
         uneven_experts=True,
         supports_cuda_graph=True,
         max_ep_size=1,

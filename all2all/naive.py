@@ -54,7 +54,6 @@ class NaiveBackend:
         format=InputFormat.STANDARD,
         supports_async=False,
         combine_bias=CombineBias.NONE,
-        weights_in_combine=False,
         uneven_experts=True,
         supports_cuda_graph=True,
         gathers_rows=True,

@@ -3,8 +3,9 @@
 from importlib import import_module
 from typing import Any
 
-from ep_runtime.all2all.base import All2AllBackend
+from ep_runtime.all2all.base import All2AllBackend, BackendCapabilities
 from ep_runtime.kernels.errors import ConfigError
+from ep_runtime.kernels.registry import check_registration
 
 # In the order `auto` prefers them.
 _BUILT_IN = {
@@ -26,6 +27,7 @@ def register_backend(name: str, cls: type[All2AllBackend[Any, Any]]) -> None:
         raise ConfigError(
             f"all2all_backend {name!r} is built in; register yours under another name"
         )
+    check_registration("all2all_backend", name, cls, BackendCapabilities)
     _registered[name] = cls
 
 

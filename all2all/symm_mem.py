@@ -218,7 +218,6 @@ class SymmMemBackend:
         format=InputFormat.STANDARD,
         supports_async=True,
         combine_bias=CombineBias.AT_JOIN,
-        weights_in_combine=False,
         uneven_experts=True,
         supports_cuda_graph=True,
         needs_triton=True,

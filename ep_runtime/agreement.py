@@ -5,6 +5,8 @@ import logging
 from collections.abc import Callable
 from functools import cache
 
+import torch.distributed as dist
+
 from ep_runtime.all2all.base import EPGroup
 from ep_runtime.all2all.collectives import gather_texts
 from ep_runtime.all2all.registry import backend_names
@@ -16,9 +18,10 @@ _CONFIGURED = ("moe", "parallel", "shared_experts", "machine", "backend", "exper
 
 
 def agree_plan(plan: Plan, group: EPGroup) -> None:
-    """A collective of the EP group: raises PlanError on every rank where plans differ.
+    """A collective: raises PlanError on every rank of `group` where plans differ.
 
-    The message shows the differing keys, each with the values and the EP ranks that have them.
+    group: the context's step_group, so that EP and TP ranks alike agree. The message shows the
+    differing keys, each with the values and the ranks that have them.
     What `auto` would have preferred and could not use is logged once a process.
     """
     _log_what_auto_could_not_use(plan)
@@ -29,9 +32,10 @@ def agree_plan(plan: Plan, group: EPGroup) -> None:
         return
     texts = gather_texts(json.dumps(plan.to_dict()), group)
     plans = [dict(_flatten("", json.loads(text))) for text in texts]
-    differing = _differences(plans, lambda key: key.split(".")[0] in _CONFIGURED)
+    ranks = dist.get_process_group_ranks(group.process_group)
+    differing = _differences(plans, ranks, lambda key: key.split(".")[0] in _CONFIGURED)
     # What was derived differs with the configuration: only told where that is equal.
-    differing = differing or _differences(plans, lambda key: True)
+    differing = differing or _differences(plans, ranks, lambda key: True)
     shown_keys = differing[:8]
     if len(differing) > len(shown_keys):
         shown_keys.append(f"and {len(differing) - len(shown_keys)} more keys")
@@ -57,15 +61,17 @@ def _log_once(message: str) -> None:
     logging.getLogger("ep_runtime").info(message)
 
 
-def _differences(plans: list[dict[str, object]], wanted: Callable[[str], bool]) -> list[str]:
-    """One text per key that differs: its values, and the EP ranks that have each."""
+def _differences(
+    plans: list[dict[str, object]], ranks: list[int], wanted: Callable[[str], bool]
+) -> list[str]:
+    """One text per key that differs: its values, and the ranks that have each."""
     differing = []
     for key in sorted({key for values in plans for key in values if wanted(key)}):
         ranks_by_value: dict[str, list[int]] = {}
-        for rank, values in enumerate(plans):
+        for rank, values in zip(ranks, plans, strict=True):
             ranks_by_value.setdefault(repr(values.get(key, "not there")), []).append(rank)
         if len(ranks_by_value) > 1:
-            shown = ", ".join(f"{v} on EP ranks {r}" for v, r in ranks_by_value.items())
+            shown = ", ".join(f"{v} on ranks {r}" for v, r in ranks_by_value.items())
             differing.append(f"{key}: {shown}")
     return differing
 

@@ -164,11 +164,18 @@ def _read_headers(directory: Path) -> dict[str, TensorInfo]:
 
 
 def _read_indexed_headers(directory: Path) -> dict[str, TensorInfo]:
+    path = directory / INDEX_FILE
     try:
-        weight_map = json.loads((directory / INDEX_FILE).read_text())["weight_map"]
-        files = sorted(set(weight_map.values()))
+        weight_map = json.loads(path.read_text())["weight_map"]
+        entries = weight_map.items()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{directory / INDEX_FILE}: cannot be read: {error!r}") from error
+        raise CheckpointError(f"{path}: cannot be read: {error!r}") from error
+    for name, file in entries:
+        if not isinstance(file, str) or not file:
+            raise CheckpointError(
+                f"{path}: weight_map gives {name} the value {file!r}; it must be a file's name"
+            )
+    files = sorted(set(weight_map.values()))
     outside = [name for name in files if Path(name).name != name]
     if outside:
         raise CheckpointError(

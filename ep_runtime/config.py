@@ -13,6 +13,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+MAX_TIMEOUT_S = 30 * 24 * 3600  # a longer wait is a slip of the pen
 
 
 class MoEConfig(StrictModel):
@@ -32,17 +33,17 @@ class MoEConfig(StrictModel):
     n_group: int = Field(default=1, gt=0, strict=True)
     topk_group: int = Field(default=1, gt=0, strict=True)
     group_score: Literal["max", "top2_sum"] = "max"
-    norm_topk_prob: bool = True
-    routed_scaling_factor: float = 1.0
-    has_correction_bias: bool = False
-    router_bias: bool = False
-    expert_bias: bool = False
-    swiglu_alpha: float = 1.702
-    swiglu_limit: float | None = None
+    norm_topk_prob: bool = Field(default=True, strict=True)
+    routed_scaling_factor: float = Field(default=1.0, strict=True, allow_inf_nan=False)
+    has_correction_bias: bool = Field(default=False, strict=True)
+    router_bias: bool = Field(default=False, strict=True)
+    expert_bias: bool = Field(default=False, strict=True)
+    swiglu_alpha: float = Field(default=1.702, strict=True, allow_inf_nan=False)
+    swiglu_limit: float | None = Field(default=None, gt=0, strict=True, allow_inf_nan=False)
     num_shared_experts: int = Field(default=0, ge=0, strict=True)
     shared_intermediate_size: int = Field(default=0, ge=0, strict=True)
-    shared_expert_gate: bool = False
-    apply_router_weight_on_input: bool = False
+    shared_expert_gate: bool = Field(default=False, strict=True)
+    apply_router_weight_on_input: bool = Field(default=False, strict=True)
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
 
     @model_validator(mode="before")
@@ -140,7 +141,7 @@ class ParallelConfig(StrictModel):
     """How the ranks share the work; `rank = dp_rank * tp_size + tp_rank`.
 
     ep_size: None means the whole world, dp_size * tp_size.
-    timeout_s: of the process group's collectives.
+    timeout_s: of the process group's collectives; at most 30 days.
     """
 
     dp_size: int = Field(
@@ -165,7 +166,7 @@ class ParallelConfig(StrictModel):
     all2all_backend: str = "auto"
     expert_placement_strategy: Literal["linear", "round_robin"] = "linear"
     max_tokens_per_rank: int = Field(default=256, gt=0, strict=True)
-    timeout_s: float = Field(default=600, gt=0)
+    timeout_s: float = Field(default=600, gt=0, le=MAX_TIMEOUT_S, strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -205,4 +206,4 @@ class SharedExpertsConfig(StrictModel):
     """
 
     overlap: Literal["auto", "off"] = "auto"
-    token_threshold: int = Field(default=256, ge=0)
+    token_threshold: int = Field(default=256, ge=0, strict=True)

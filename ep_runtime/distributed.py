@@ -7,9 +7,11 @@ import atexit
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -32,15 +34,19 @@ from ep_runtime.process_groups import (
     place_process,
 )
 from ep_runtime.rendezvous import Rendezvous, rendezvous_from, rendezvous_of_default_group
-from ep_runtime.row_counts import RowCounts, agree_row_counts
+from ep_runtime.row_counts import RowCounts, agree_row_counts, refuse_negative_rows
 from ep_runtime.row_counts import tp_slice as tp_slice
 from ep_runtime.streams import make_streams
+
+_STEP_CALL = -1  # what ctx.step is agreed on as, unlike any layer's call
 
 
 class EPContext:
     """One rank's place among the ranks, and what its layers share; `init_distributed` makes it.
 
-    Leaving `with ctx:` by an exception tells all ranks, and so does a program that ends by one.
+    step_group: the smallest group that holds whole EP groups and whole TP groups. world_group: all
+    ranks. Leaving `with ctx:` by an exception tells all ranks, and so does a program that ends by
+    one; `sys.exit(0)` is no failure.
     """
 
     def __init__(
@@ -57,9 +63,9 @@ class EPContext:
         self.ep_rank = self.rank % parallel.ep_size
         self._hosts_store = rendezvous.hosts_store
         self._groups: ProcessGroups | None = None
-        self._made_default_group = False
-        self._is_closed = False
+        self._is_closed = self._has_ended = False
         self._step: RowCounts | None = None
+        self._num_layers = 0
         self._backends: dict[tuple[str, BackendShape], All2AllBackend[Any, Any]] = {}
         self._watch = FailureWatch(
             rendezvous.private_store("watch"),
@@ -80,24 +86,35 @@ class EPContext:
         parallel = self.parallel
         place = place_process(parallel, rendezvous, self._watch, start_timeout_s)
         self.device = place.device
-        if self.world_size > 1 and not dist.is_initialized():
-            dist.init_process_group(
-                place.group_backend,
-                store=PrefixStore("default", rendezvous.store),
-                rank=self.rank,
-                world_size=self.world_size,
-                timeout=timedelta(seconds=parallel.timeout_s),
+        if self.world_size > 1:
+            _use_default_group(
+                lambda: dist.init_process_group(
+                    place.group_backend,
+                    store=PrefixStore("default", rendezvous.store),
+                    rank=self.rank,
+                    world_size=self.world_size,
+                    timeout=timedelta(seconds=parallel.timeout_s),
+                )
             )
-            self._made_default_group = True
         groups = make_process_groups(parallel, self.rank, place.group_backend)
         self._groups = groups
 
         def view(group: dist.ProcessGroup | None, size: int) -> EPGroup:
-            return EPGroup(group, self.rank % size, size, self.device, self._watch.check)
+            first = self.rank // size * size
+            members = range(first, first + size)
+            return EPGroup(
+                group,
+                self.rank - first,
+                size,
+                self.device,
+                self._check_open,
+                partial(self._watch.check_wait, members),
+            )
 
         self.ep_group = view(groups.ep, parallel.ep_size)
         self.tp_group = view(groups.tp, parallel.tp_size)
-        self._step_group = view(groups.step, groups.step_size)
+        self.step_group = view(groups.step, groups.step_size)
+        self.world_group = view(groups.world, self.world_size)
         self.workspace = Workspace(self.device)
         self.streams = make_streams(self.device)
 
@@ -108,29 +125,42 @@ class EPContext:
         num_tokens: rows of this rank's DP group. counts: given where they are known and static
         (under capture): rows of each EP rank's slice, as `rows_per_rank` returns them; then
         nothing is communicated. Gives what was agreed on. Raises ConfigError on all ranks where
-        TP ranks differ.
+        TP ranks differ or a count is negative.
         """
+        self._check_open()
         if self._step is not None:
             raise ConfigError("ctx.step is open already; one step covers one model forward")
-        self._step = self._agree(num_tokens) if counts is None else self._given(num_tokens, counts)
+        if counts is None:
+            self._step = self._agree(num_tokens, _STEP_CALL)
+        else:
+            self._step = self._given(num_tokens, counts)
         try:
             yield self._step
         finally:
             self._step = None
 
-    def rows_per_rank(self, num_tokens: int) -> tuple[int, ...]:
+    def rows_per_rank(self, num_tokens: int, call: int = 0) -> tuple[int, ...]:
         """Rows of each EP rank in this call: the step's, or agreed on here (a collective).
 
         num_tokens: rows of this rank's DP group, before they are cut over its TP ranks.
+        call: an int64 >= 0 that tells this call from others that a rank may make instead: where it
+        differs, all ranks raise ConfigError. Not compared inside a step.
         """
+        self._check_open()
         if self._step is None:
-            return self._agree(num_tokens).rows_per_rank
+            return self._agree(num_tokens, call).rows_per_rank
         if num_tokens != self._step.num_tokens:
             raise ConfigError(
                 f"a layer was called with {num_tokens} rows inside "
                 f"ctx.step({self._step.num_tokens}); every layer of a step takes the same rows"
             )
         return self._step.rows_per_rank
+
+    def number_layer(self) -> int:
+        """The number of a layer that is being built; ranks build the same ones in the same order,
+        so it tells a layer's calls from another's."""
+        self._num_layers += 1
+        return self._num_layers
 
     def gather_tp_slices(self, rows: Tensor, num_tokens: int) -> Tensor:
         """[t, n], this rank's slice, to the DP group's whole [num_tokens, n]; a TP collective."""
@@ -147,6 +177,7 @@ class EPContext:
     def backend(self, name: str, shape: BackendShape) -> All2AllBackend[Any, Any]:
         """The backend of that name for that shape; made at the first call, which is a collective
         of the EP group."""
+        self._check_open()
         key = (name, shape)
         if key not in self._backends:
             self._backends[key] = backend_class(name)(self.ep_group, shape)
@@ -168,7 +199,7 @@ class EPContext:
     def close(self) -> None:
         """End what this context made; a default group made by the caller is left. Idempotent.
 
-        The rank that hosts the store stays until all others have closed or one has failed.
+        The rank that hosts the store stays until all others have ended or one has failed.
         Raises RankFailure where a rank has failed, or did not come to a wait on the device, and
         nothing has said so yet.
         """
@@ -183,27 +214,31 @@ class EPContext:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            error = None
         self._close(error)
 
-    def _close(self, error: BaseException | None) -> None:
+    def _close(self, error: BaseException | None, *, at_exit: bool = False) -> None:
         if self._is_closed:
             return
         self._is_closed = True
         atexit.unregister(self._close_at_exit)
         if error is not None:
             self._watch.report(error)
-        self._watch.close(must_outlive_others=self._hosts_store, timeout_s=self.parallel.timeout_s)
+        self._watch.close(must_outlive_others=self._hosts_store, at_exit=at_exit)
         if self._watch.failure is not None:
             # A gloo group waits in its destructor for collectives that may never complete.
             atexit.register(_bound_interpreter_exit)
             if error is None and not self._watch.is_delivered:
                 self._watch.check()
+            self._has_ended = True
             return
         found = self._close_backends()
+        self._has_ended = True
         for group in self._groups.distinct() if self._groups else []:
             dist.destroy_process_group(group)
-        if self._made_default_group:
-            dist.destroy_process_group()
+        if self._groups is not None and self.world_size > 1:
+            _release_default_group()
         if found is not None and error is None:
             raise found
 
@@ -222,7 +257,7 @@ class EPContext:
         """The program ends with the context open: by an exception, or without `close`."""
         uncaught: BaseException | None = getattr(sys, "last_value", None)
         try:
-            self._close(uncaught)
+            self._close(uncaught, at_exit=True)
         finally:
             if self._watch.failure is not None:
                 _bound_interpreter_exit()  # registered too late to be called
@@ -231,12 +266,21 @@ class EPContext:
         if self._groups is not None:
             abort_communicators(self._groups)
 
-    def _agree(self, num_tokens: int) -> RowCounts:
+    def _check_open(self) -> None:
+        self._watch.check()
+        if self._has_ended:
+            raise ConfigError(
+                "the context is closed; build and call layers before ctx.close() or the end of "
+                "`with ctx:`"
+            )
+
+    def _agree(self, num_tokens: int, call: int) -> RowCounts:
         return agree_row_counts(
-            num_tokens, self.parallel, world_rank=self.rank, group=self._step_group
+            num_tokens, self.parallel, call=call, world_rank=self.rank, group=self.step_group
         )
 
     def _given(self, num_tokens: int, counts: tuple[int, ...]) -> RowCounts:
+        refuse_negative_rows(num_tokens)
         own = tp_slice(num_tokens, self.parallel.tp_size, self.tp_rank)
         own_rows = own.stop - own.start
         if len(counts) != self.parallel.ep_size or counts[self.ep_rank] != own_rows:
@@ -297,3 +341,32 @@ def _bound_interpreter_exit() -> None:
     """After a failure: end the process even if a group's destructor never returns."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(10)
+
+
+@dataclass
+class _DefaultGroup:
+    """torch's default group: how many open contexts use it, and whether one of them made it."""
+
+    num_contexts: int = 0
+    was_made_here: bool = False
+
+
+_default_group = _DefaultGroup()
+
+
+def _use_default_group(make: Callable[[], None]) -> None:
+    if not dist.is_initialized():
+        make()
+        _default_group.num_contexts, _default_group.was_made_here = 0, True
+    _default_group.num_contexts += 1
+
+
+def _release_default_group() -> None:
+    """The last context that uses it ends the default group, unless the caller made it.
+
+    A context that has failed is never released: its groups may not be destroyed.
+    """
+    _default_group.num_contexts -= 1
+    if _default_group.was_made_here and _default_group.num_contexts == 0:
+        _default_group.was_made_here = False
+        dist.destroy_process_group()

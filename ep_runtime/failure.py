@@ -4,17 +4,21 @@ Every rank has a watchdog thread that beats its heartbeat in the store and reads
 rank that fails first writes the abort record; a rank whose heartbeat has stopped is recorded by
 whoever notices. The thread beats while the main thread compiles or loads, so slow is not dead.
 
+A rank that ends well says so, also where its program ends without `close`. Nobody misses it, until
+a host wait finds that it waits for that rank: then that is the failure.
+
 A rank learns of a record in `check()`, which every host wait polls. On CUDA the thread also
 aborts the communicators, so that a blocked main thread wakes. A main thread that has not noticed
 after `exit_grace_s` is ended by the thread, with the cause on stderr.
 """
 
 import json
+import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +27,9 @@ from torch._C._distributed_c10d import Store
 from ep_runtime.kernels.errors import RankFailure
 
 _RECORD = "abort"
-_DONE = b"done"
+_DONE = b"done"  # has closed
+_LEFT = b"left"  # its program has ended without closing
+_ENDED = frozenset({_DONE, _LEFT})
 _TOLD = b"told"  # knows of the failure
 _MAX_REASON_CHARS = 2000
 
@@ -34,13 +40,15 @@ class FailureLimits:
 
     poll_interval_s: between heartbeats. stale_after_s: a rank without a heartbeat for so long is
     gone. exit_grace_s: how long a main thread may stay blocked after a failure is known.
-    farewell_s: how long a failed rank stays for the others to read why.
+    farewell_s: how long a failed rank stays for the others to read why. ended_grace_s: how long a
+    wait goes on for a rank that has ended: what that rank sent may still be on its way.
     """
 
     poll_interval_s: float = 0.5
     stale_after_s: float = 12.0
     exit_grace_s: float = 10.0
     farewell_s: float = 4.0
+    ended_grace_s: float = 4.0
 
 
 class FailureWatch:
@@ -69,6 +77,7 @@ class FailureWatch:
         self._beat_value = b"0"
         self._beats: dict[int, bytes] = {}
         self._silent_polls: dict[int, int] = {}
+        self._ended_polls: dict[int, int] = {}
         self._poll_started_at: float | None = None
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -96,6 +105,23 @@ class FailureWatch:
             self.is_delivered = True
             raise RankFailure(self._failure)
 
+    def check_wait(self, ranks: Iterable[int], waited_s: float) -> None:
+        """As `check`; also fails where one of `ranks`, waited for so long, has ended."""
+        self.check()
+        grace_s = self.limits.ended_grace_s
+        if waited_s < grace_s:
+            return
+        for rank in ranks:
+            polls = self._ended_polls.get(rank, 0)
+            if rank != self.rank and polls * self.limits.poll_interval_s >= grace_s:
+                left = self._beats.get(rank) == _LEFT
+                how = "has ended without closing its context" if left else "has closed its context"
+                self._record(
+                    f"rank {rank} {how}, and rank {self.rank} still waits for it in a collective; "
+                    f"every rank makes the same calls in the same order"
+                )
+                self.check()
+
     def report(self, error: BaseException) -> None:
         """Record this rank's failure for all; the first record wins, later ones change nothing."""
         if self._failure is None:
@@ -103,26 +129,27 @@ class FailureWatch:
             self._record(f"rank {self.rank} failed: {reason}")
         self.is_delivered = True
 
-    def close(self, *, must_outlive_others: bool, timeout_s: float) -> None:
+    def close(self, *, must_outlive_others: bool, at_exit: bool = False) -> None:
         """Stop watching. A rank that ends well is no longer missed by the others.
 
-        must_outlive_others: this rank hosts the store: wait until all others have ended too.
+        must_outlive_others: this rank hosts the store: wait until all others have ended too, for
+        as long as their heartbeats go on. at_exit: the program ends without closing its context.
         After a failure, stays for at most `farewell_s` until all others know.
         """
         if self._thread is None:
             return
         self._closing_at = time.monotonic()
         if self._failure is None:
-            self._set_beat(_DONE)
+            self._set_beat(_LEFT if at_exit else _DONE)
             if must_outlive_others:
-                self._wait_for_others({_DONE}, timeout_s)
+                self._wait_for_others(_ENDED, math.inf)
         if self._failure is not None:
-            self._wait_for_others({_DONE, _TOLD}, self.limits.farewell_s)
+            self._wait_for_others(_ENDED | {_TOLD}, self.limits.farewell_s)
         self._stop.set()
         self._thread.join()
         self._thread = None
 
-    def _wait_for_others(self, values: set[bytes], timeout_s: float) -> None:
+    def _wait_for_others(self, values: frozenset[bytes], timeout_s: float) -> None:
         """Until every other rank's beat is one of `values`, a failure is known, or time is up."""
         had_failed = self._failure is not None
         deadline = time.monotonic() + timeout_s
@@ -184,7 +211,7 @@ class FailureWatch:
 
     def _poll(self, beat: int) -> None:
         with self._lock:
-            if self._beat_value not in (_DONE, _TOLD):
+            if self._beat_value not in _ENDED | {_TOLD}:
                 self._beat_value = str(beat).encode()
                 self._store.set(self._beat_key(self.rank), str(beat))
         if self._failure is not None:
@@ -194,8 +221,9 @@ class FailureWatch:
             self._set_beat(_TOLD)
             return
         for rank, value in self._read_beats().items():
-            is_silent = self._beats.get(rank) == value and value not in (_DONE, _TOLD)
+            is_silent = self._beats.get(rank) == value and value not in _ENDED | {_TOLD}
             self._silent_polls[rank] = self._silent_polls.get(rank, 0) + 1 if is_silent else 0
+            self._ended_polls[rank] = self._ended_polls.get(rank, 0) + 1 if value in _ENDED else 0
             self._beats[rank] = value
             if rank != self.rank and self._is_stale(rank):
                 self._record(

@@ -284,11 +284,24 @@ def _with_family_defaults(values: dict[str, Any], model_type: str) -> Any:
         from transformers import CONFIG_MAPPING
     except ImportError:
         return values
+    kind = CONFIG_MAPPING[model_type]
+    _check_spellings(values, kind.attribute_map)
     try:
-        return CONFIG_MAPPING[model_type].from_dict(values)
+        return kind.from_dict(values)
     except Exception as error:  # transformers' validation has no common base
         reason = " ".join(str(error).split())
         raise ConfigError(f"the {model_type} configuration is not valid: {reason}") from error
+
+
+def _check_spellings(values: Mapping[str, Any], spellings: Mapping[str, str]) -> None:
+    """ConfigError where a key and its other spelling both have a value, and not the same."""
+    for other, key in spellings.items():
+        first, second = values.get(key), values.get(other)
+        if first is not None and second is not None and first != second:
+            raise ConfigError(
+                f"{key} ({first!r}) and {other} ({second!r}) are two spellings of one key and "
+                "contradict each other; drop the wrong one"
+            )
 
 
 def moe_layer_ids(config: Any) -> tuple[int, ...]:

@@ -27,6 +27,8 @@ from ep_runtime.router import Router
 from ep_runtime.runner import MoERunner
 from ep_runtime.shared_expert import SharedExpert
 
+_LOADABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
 
 class LayerStats:
     """What a layer has done on this rank, since it was built."""
@@ -85,10 +87,13 @@ class MoELayer(nn.Module):
             plan = resolve_plan(
                 moe, ctx.parallel, machine, experts=experts, shared_experts=shared_experts
             )
-            agree_plan(plan, ctx.ep_group)
+            agree_plan(plan, ctx.step_group)
         elif experts != "auto" or shared_experts is not None:
             raise ConfigError("experts and shared_experts are in the plan given; leave them out")
+        else:
+            _refuse_other_plan(plan, moe, ctx)
         self.moe, self.plan, self.ctx = moe, plan, ctx
+        self._number = ctx.number_layer()
         self.placement = plan.placement
         self.local_expert_ids = plan.placement.experts_of(ctx.ep_rank)
         self._allocate_weights(moe, ctx.device)
@@ -177,7 +182,8 @@ class MoELayer(nn.Module):
         w13: [E, 2I, H] ([E, I, H] where not gated); w2: [E, H, I]; router: [E, H];
         correction_bias, router_bias: [E]; w13_bias: [E, 2I]; w2_bias: [E, H];
         shared: {"w13": [2S, H], "w2": [H, S], "gate": [1, H] or None}.
-        Raises ConfigError where a tensor is missing, not wanted, or of another shape.
+        Raises ConfigError, before anything is copied, where a tensor is missing, not wanted, of
+        another shape, or not of real floating-point numbers.
         """
         mine = list(self.local_expert_ids)
         shared = dict(shared or {})
@@ -185,13 +191,13 @@ class MoELayer(nn.Module):
         if unknown:
             raise ConfigError(f"shared has the keys {sorted(unknown)}; known are w13, w2, gate")
         num_experts = self.moe.num_experts
-        owned = [
+        owned: list[tuple[str, Any, Any]] = [
             ("w13", self.w13, w13),
             ("w2", self.w2, w2),
             ("w13_bias", self.w13_bias, w13_bias),
             ("w2_bias", self.w2_bias, w2_bias),
         ]
-        whole = [
+        whole: list[tuple[str, Any, Any]] = [
             ("router", self.router.weight, router),
             ("router_bias", self.router.bias, router_bias),
             ("correction_bias", self.router.correction_bias, correction_bias),
@@ -199,12 +205,12 @@ class MoELayer(nn.Module):
         for name in ("w13", "w2", "gate"):
             target = getattr(self.shared, name) if self.shared is not None else None
             whole.append((f'shared["{name}"]', target, shared.get(name)))
-        for name, target, given in owned:
-            if _wanted(name, target, given, leading=num_experts):
-                cast(Tensor, target).copy_(cast(Tensor, given)[mine])
-        for name, target, given in whole:
-            if _wanted(name, target, given):
-                cast(Tensor, target).copy_(cast(Tensor, given))
+        wanted_owned = [t for t in owned if _is_wanted(*t, leading=num_experts)]
+        wanted_whole = [t for t in whole if _is_wanted(*t)]
+        for _, target, given in wanted_owned:
+            target.copy_(given[mine])
+        for _, target, given in wanted_whole:
+            target.copy_(given)
         self.finish_loading()
 
     @torch.no_grad()
@@ -231,11 +237,14 @@ class MoELayer(nn.Module):
         A collective of the EP group (and of the TP group): every rank calls, in the same order.
         """
         if self._weights is None:
-            raise ConfigError("the layer has no weights yet; call load_experts first")
+            raise ConfigError(
+                "the layer has no weights yet; call load_experts, or finish_loading after filling "
+                "w13, w2 and the rest in place"
+            )
         self._check_input(hidden_states)
         routing = self._given_routing(hidden_states, topk_ids, topk_weights)
         num_tokens = hidden_states.shape[0]
-        rows_per_rank = self.ctx.rows_per_rank(num_tokens)
+        rows_per_rank = self.ctx.rows_per_rank(num_tokens, call=self._number)
         own = tp_slice(num_tokens, self.ctx.parallel.tp_size, self.ctx.tp_rank)
         if routing is not None:
             routing = Routing(routing.topk_ids[own], routing.topk_weights[own])
@@ -267,7 +276,7 @@ class MoELayer(nn.Module):
             raise ConfigError(
                 f"hidden_states is {hidden_states.dtype}; the layer's dtype is {dtype}"
             )
-        if hidden_states.device.type != self.ctx.device.type:
+        if hidden_states.device != self.ctx.device:
             raise ConfigError(
                 f"hidden_states is on {hidden_states.device}; the layer is on {self.ctx.device}"
             )
@@ -281,6 +290,10 @@ class MoELayer(nn.Module):
             raise ConfigError("topk_ids and topk_weights are given together, or neither")
         wanted = (hidden_states.shape[0], self.moe.top_k)
         for name, given in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+            if given.device != hidden_states.device:
+                raise ConfigError(
+                    f"{name} is on {given.device}; hidden_states is on {hidden_states.device}"
+                )
             if tuple(given.shape) != wanted:
                 raise ConfigError(
                     f"{name} has shape {list(given.shape)}; wanted {list(wanted)} = [T, top_k]"
@@ -294,9 +307,21 @@ class MoELayer(nn.Module):
         return Routing(ids, topk_weights)
 
 
-def _wanted(
-    name: str, target: Tensor | None, given: Tensor | None, leading: int | None = None
-) -> bool:
+def _refuse_other_plan(plan: Plan, moe: MoEConfig, ctx: EPContext) -> None:
+    """A plan may name another backend than the context's; the layer and the ranks are its own."""
+    unlike = [] if plan.moe == moe else ["moe"]
+    unlike += [
+        f"parallel.{key} ({getattr(plan.parallel, key)}, not {getattr(ctx.parallel, key)})"
+        for key in ("dp_size", "tp_size", "ep_size", "max_tokens_per_rank")
+        if getattr(plan.parallel, key) != getattr(ctx.parallel, key)
+    ]
+    if unlike:
+        raise ConfigError(
+            f"the plan given was made for another {', '.join(unlike)}; resolve one for this layer"
+        )
+
+
+def _is_wanted(name: str, target: Tensor | None, given: object, leading: int | None = None) -> bool:
     """Whether to copy `given`; raises where exactly one of the two is there, or shapes differ."""
     if target is None and given is None:
         return False
@@ -304,6 +329,11 @@ def _wanted(
         raise ConfigError(f"{name} is given, and the layer's configuration has none; leave it out")
     if given is None:
         raise ConfigError(f"{name} is missing; the layer's configuration has it")
+    if not isinstance(given, Tensor) or given.is_meta or given.dtype not in _LOADABLE:
+        got = f"{given.dtype} on {given.device}" if isinstance(given, Tensor) else type(given)
+        raise ConfigError(
+            f"{name} is {got}; wanted a tensor with data, in float32, float64, bfloat16 or float16"
+        )
     shape = list(target.shape) if leading is None else [leading, *target.shape[1:]]
     if list(given.shape) != shape:
         raise ConfigError(f"{name} has shape {list(given.shape)}; wanted {shape}")

@@ -1,30 +1,31 @@
 """Loads a Hugging Face checkpoint as an expert-parallel model."""
 
+import base64
+import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 from ep_runtime.agreement import agree_plan
-from ep_runtime.checkpoint import CheckpointReader, read_config
-from ep_runtime.config import DTYPES, MoEConfig, SharedExpertsConfig
+from ep_runtime.all2all.collectives import gather_texts
+from ep_runtime.config import SharedExpertsConfig
 from ep_runtime.distributed import EPContext
 from ep_runtime.expert_loading import ExpertBuffers, ExpertLoader, LoadReport, prove_coverage
 from ep_runtime.expert_parallel_model import ExpertParallelModel, MoEBlock
-from ep_runtime.families import moe_config_from_hf
 from ep_runtime.generation import GreedyOutput as GreedyOutput
 from ep_runtime.generation import greedy_generate as greedy_generate
-from ep_runtime.kernels.errors import CheckpointError, ConfigError, RankFailure
+from ep_runtime.kernels.errors import CheckpointError, RankFailure
 from ep_runtime.layer import MoELayer
 from ep_runtime.machine import Machine
+from ep_runtime.opened_checkpoint import OpenedCheckpoint
 from ep_runtime.plan import resolve_plan
-from ep_runtime.skeleton import build_skeleton, load_dense, transformers_config
-from ep_runtime.tensor_names import MoELayout, NameMap, Slot, map_names, slot_shapes
+from ep_runtime.skeleton import load_dense
+from ep_runtime.tensor_names import Slot
 
 ResultT = TypeVar("ResultT")
 
@@ -47,7 +48,9 @@ def load_model(
     not read exactly once; ranks see different checkpoints), ConfigError, PlanError. Where only
     one rank fails, the others raise RankFailure with its reason.
     """
-    opened, digests = _agree(ctx, lambda: _Opened(path, dtype), lambda opened: opened.digest)
+    opened, digests = _agree(
+        ctx, lambda: OpenedCheckpoint(path, dtype), lambda opened: opened.digest
+    )
     if len(set(digests)) > 1:
         others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         raise CheckpointError(
@@ -60,7 +63,7 @@ def load_model(
         experts=experts,
         shared_experts=shared_experts,
     )
-    agree_plan(plan, ctx.ep_group)
+    agree_plan(plan, ctx.step_group)
     skeleton = opened.skeleton
     layers = {i: MoELayer(opened.moe, ctx, plan=plan) for i in skeleton.moe_layers}
     with opened.reader:
@@ -79,61 +82,13 @@ def load_model(
     return ExpertParallelModel(skeleton, list(layers.values()), plan, report).eval()
 
 
-class _Opened:
-    """What is known of a checkpoint before its weights are read; every name has its place."""
-
-    def __init__(self, path: str | Path, dtype: str | torch.dtype | None) -> None:
-        values = read_config(path)
-        if values.get("quantization_config"):
-            method = values["quantization_config"].get("quant_method", "unknown")
-            raise CheckpointError(
-                f"{path}: quantization_config ({method}) is not supported; give a checkpoint in "
-                f"{', '.join(DTYPES)}"
-            )
-        moe_config_from_hf(values)  # an unknown family is told of here
-        config = transformers_config(values)
-        self.reader = CheckpointReader(path)
-        name = _dtype_name(dtype, config, self.reader)
-        self.moe = MoEConfig(**{**moe_config_from_hf(config).model_dump(), "dtype": name})
-        self.skeleton = build_skeleton(config, self.moe.torch_dtype)
-        if not self.skeleton.moe_layers:
-            raise CheckpointError(f"{path}: config.json describes a model without MoE layers")
-        layout = MoELayout(
-            self.skeleton.family,
-            self.moe,
-            self.skeleton.moe_layers,
-            config.num_hidden_layers,
-            self.skeleton.tied,
-        )
-        self.names: NameMap = map_names(self.reader.tensors, layout, self.skeleton.shapes)
-        shapes = slot_shapes(self.moe, self.skeleton.family)
-        for slot, name in self.names.slots.items():
-            self.reader.check(name, shapes[slot.part])
-        for name in self.names.dense:
-            self.reader.check(name, self.skeleton.shapes[name])
-        self.digest = self.reader.digest()
-
-
-def _dtype_name(dtype: str | torch.dtype | None, config: Any, reader: CheckpointReader) -> str:
-    """The name of the dtype asked for, else config.json's, else that of the embeddings."""
-    wanted = dtype if dtype is not None else getattr(config, "dtype", None)
-    if wanted is None:
-        stored = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-        info = reader.tensors.get("model.embed_tokens.weight")
-        wanted = stored.get(info.dtype if info else "F32", "float32")
-    name = str(wanted).removeprefix("torch.")
-    if name not in DTYPES:
-        raise ConfigError(f"dtype ({name}) is not supported; choose one of: {', '.join(DTYPES)}")
-    return name
-
-
 def _is_routed(slot: Slot) -> bool:
     return slot.expert is not None or slot.part in ("w13", "w2", "w13_bias", "w2_bias")
 
 
 @torch.no_grad()
 def _load_weights(
-    opened: _Opened, layers: Mapping[int, MoELayer], ctx: EPContext, *, progress: bool
+    opened: OpenedCheckpoint, layers: Mapping[int, MoELayer], ctx: EPContext, *, progress: bool
 ) -> LoadReport:
     """Read the dense part and this rank's experts, in the order of the files."""
     reader, slots = opened.reader, opened.names.slots
@@ -209,18 +164,15 @@ def _agree(
         shared = (None, share(result))
     except Exception as failure:
         error, shared = failure, (f"{type(failure).__name__}: {failure}", None)
-    by_rank: list[Any] = [shared]
-    if ctx.world_size > 1:
-        by_rank = [None] * ctx.world_size
-        try:
-            dist.all_gather_object(by_rank, shared)
-        except Exception:
-            if error is not None:
-                raise error from None
-            ctx.check()
-            raise
+    try:
+        texts = gather_texts(base64.b64encode(pickle.dumps(shared)).decode(), ctx.world_group)
+    except RankFailure:
+        if error is not None:
+            raise error from None
+        raise
     if error is not None:
         raise error
+    by_rank = [pickle.loads(base64.b64decode(text)) for text in texts]
     for rank, (reason, _) in enumerate(by_rank):
         if reason is not None:
             raise RankFailure(f"rank {rank} failed to load the checkpoint: {reason}")

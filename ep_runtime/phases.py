@@ -6,6 +6,8 @@ from contextlib import contextmanager
 
 from ep_runtime.streams import Streams
 
+# Measurements kept back until read or long over, so that timing does not wait for the device.
+_KEPT = 512
 PHASES = ("router", "dispatch", "experts", "combine", "shared")
 
 
@@ -33,10 +35,15 @@ class PhaseTimer:
             yield
         finally:
             self._pending.append((name, stop()))
+            if len(self._pending) >= 2 * _KEPT:
+                self._sum_up(_KEPT)
+
+    def _sum_up(self, count: int) -> None:
+        for name, measured in self._pending[:count]:
+            self._seconds[name] += measured()
+        del self._pending[:count]
 
     def seconds(self) -> dict[str, float]:
         """Phase to seconds so far, 0 for one that never ran; waits for the device."""
-        for name, measured in self._pending:
-            self._seconds[name] += measured()
-        self._pending.clear()
+        self._sum_up(len(self._pending))
         return {name: self._seconds[name] for name in PHASES}

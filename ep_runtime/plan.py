@@ -281,6 +281,8 @@ def _experts_fault(
         return (
             f"activation {moe.activation} is not among its {', '.join(sorted(kernel.activations))}"
         )
+    if "none" not in kernel.schemes:
+        return f"it takes weights stored as {', '.join(sorted(kernel.schemes))}, not unquantised"
     if moe.expert_bias and not kernel.supports_bias:
         return "it has no bias, and expert_bias is true"
     if moe.apply_router_weight_on_input and kernel.kind is ExpertsKind.MONOLITHIC:

@@ -70,16 +70,18 @@ class ProcessGroups:
     """This rank's groups; None where a group has one rank.
 
     step: the smallest that holds whole EP groups and whole TP groups; it agrees on row counts.
+    world: of all ranks.
     """
 
     ep: dist.ProcessGroup | None
     tp: dist.ProcessGroup | None
     step: dist.ProcessGroup | None
     step_size: int
+    world: dist.ProcessGroup | None
 
     def distinct(self) -> list[dist.ProcessGroup]:
         """Each group once."""
-        groups = [self.ep, self.tp, self.step]
+        groups = [self.ep, self.tp, self.step, self.world]
         return list({id(group): group for group in groups if group is not None}.values())
 
 
@@ -99,7 +101,11 @@ def make_process_groups(parallel: ParallelConfig, rank: int, backend: str) -> Pr
 
     step_size = lcm(parallel.ep_size, parallel.tp_size)
     return ProcessGroups(
-        block(parallel.ep_size), block(parallel.tp_size), block(step_size), step_size
+        block(parallel.ep_size),
+        block(parallel.tp_size),
+        block(step_size),
+        step_size,
+        block(parallel.world_size),
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ep_runtime.all2all.base import EPGroup
-from ep_runtime.all2all.collectives import gather_integers
+from ep_runtime.all2all.collectives import gather_integer_rows
 from ep_runtime.config import ParallelConfig
 from ep_runtime.kernels.errors import ConfigError
 
@@ -20,6 +20,12 @@ class RowCounts:
     num_tokens: int
     rows_per_rank: tuple[int, ...]
     any_rows: bool
+
+
+def refuse_negative_rows(num_tokens: int, where: str = "") -> None:
+    """ConfigError where a number of rows is below 0."""
+    if num_tokens < 0:
+        raise ConfigError(f"num_tokens is {num_tokens}{where}; a rank has 0 rows or more")
 
 
 def tp_slice(num_tokens: int, tp_size: int, tp_rank: int) -> slice:
@@ -44,15 +50,20 @@ def slice_counts(tokens_of: Sequence[int], first_rank: int, tp_size: int) -> tup
 
 
 def agree_row_counts(
-    num_tokens: int, parallel: ParallelConfig, *, world_rank: int, group: EPGroup
+    num_tokens: int, parallel: ParallelConfig, *, call: int, world_rank: int, group: EPGroup
 ) -> RowCounts:
     """Gather every rank's row count; a collective of `group`.
 
-    group: the smallest one that holds whole EP groups and whole TP groups. Raises ConfigError on
-    all of its ranks where the TP ranks of a DP group hold different numbers of rows.
+    call: an int64 that is the same on ranks that make the same call. group: the smallest one that
+    holds whole EP groups and whole TP groups. Raises ConfigError on all of its ranks where a count
+    is negative, ranks make different calls, or the TP ranks of a DP group hold different numbers
+    of rows.
     """
-    tokens_of = gather_integers(num_tokens, group)
+    tokens_of, calls = zip(*gather_integer_rows((num_tokens, call), group), strict=True)
     first_rank, tp_size = world_rank - group.rank, parallel.tp_size
+    _refuse_different_calls(calls, first_rank)
+    for rank, tokens in enumerate(tokens_of, first_rank):
+        refuse_negative_rows(tokens, f" on rank {rank}")
     for start in range(0, group.size, tp_size):
         held = tokens_of[start : start + tp_size]
         if len(set(held)) > 1:
@@ -65,3 +76,15 @@ def agree_row_counts(
     members = tokens_of[first_of_ep_group : first_of_ep_group + parallel.ep_size]
     rows_per_rank = slice_counts(members, first_rank + first_of_ep_group, tp_size)
     return RowCounts(num_tokens, rows_per_rank, any_rows=any(tokens_of))
+
+
+def _refuse_different_calls(calls: Sequence[int], first_rank: int) -> None:
+    ranks_by_call: dict[int, list[int]] = {}
+    for rank, call in enumerate(calls, first_rank):
+        ranks_by_call.setdefault(call, []).append(rank)
+    if len(ranks_by_call) > 1:
+        shown = ", ".join(f"ranks {ranks}" for ranks in ranks_by_call.values())
+        raise ConfigError(
+            f"{shown} are in different calls (another layer, or ctx.step and a layer outside of "
+            f"it); every rank makes the same calls in the same order"
+        )

@@ -51,12 +51,19 @@ def transformers_config(config: dict[str, Any]) -> Any:
 
 
 def build_skeleton(config: Any, dtype: torch.dtype) -> Skeleton:
-    """Build transformers' model for a config object; takes no memory for weights."""
+    """Build transformers' model for a config object; takes no memory for weights.
+
+    Raises ConfigError where transformers cannot build it.
+    """
     from transformers import AutoModelForCausalLM
 
     family = FAMILIES[config.model_type]
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    except Exception as error:  # whatever the modelling code does with values that do not fit
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"transformers cannot build config.json's model: {reason}") from error
     moe_layers = moe_layer_ids(config)
     skeleton = Skeleton(model, family, moe_layers, {}, {})
     for layer in moe_layers:

@@ -45,7 +45,6 @@ class BroadcastBackend:
         format=InputFormat.STANDARD,
         supports_async=False,
         combine_bias=CombineBias.NONE,
-        weights_in_combine=False,
         uneven_experts=True,
         supports_cuda_graph=False,
     )

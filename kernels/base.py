@@ -8,11 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar
+from itertools import pairwise
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
+from ep_runtime.kernels.errors import ConfigError
 from ep_runtime.kernels.workspace import Workspace
 
 
@@ -43,6 +45,13 @@ class ConcurrencyRule:
     max_tokens: int | None
     concurrency: Concurrency
     evidence: str
+
+    def __post_init__(self) -> None:
+        if not self.evidence.strip():
+            raise ConfigError(
+                f"a concurrency rule ({self.concurrency}) has no evidence; name the test that "
+                f"shows it, or the reason"
+            )
 
 
 NEVER_REVIEWED = (ConcurrencyRule(None, Concurrency.UNSAFE, "never reviewed"),)
@@ -179,6 +188,16 @@ class ExpertsCapabilities:
     needs_package: str | None = None
     concurrency: tuple[ConcurrencyRule, ...] = NEVER_REVIEWED
 
+    def __post_init__(self) -> None:
+        bounds = [rule.max_tokens for rule in self.concurrency]
+        finite = [bound for bound in bounds[:-1] if bound is not None]
+        rises = all(a < b for a, b in pairwise([*finite, *(b for b in bounds[-1:] if b)]))
+        if None in bounds[:-1] or not rises:
+            raise ConfigError(
+                f"experts {self.name}: the concurrency rules' max_tokens {bounds} must rise, with "
+                f"None, for any number, only in the last"
+            )
+
 
 class Experts(ABC):
     """Base of every experts kernel. Subclasses are `ModularExperts` or `MonolithicExperts`."""
@@ -188,6 +207,7 @@ class Experts(ABC):
     def __init__(self, shape: ExpertsShape) -> None:
         self.shape = shape
 
+    @final
     @classmethod
     def concurrency(cls, num_tokens: int) -> Concurrency:
         """The class of a launch that may receive up to `num_tokens` rows."""

@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from ep_runtime.kernels.base import Experts
+from ep_runtime.kernels.base import Experts, ExpertsCapabilities
 from ep_runtime.kernels.errors import ConfigError
 
 # In the order `auto` prefers them.
@@ -12,12 +12,36 @@ _BUILT_IN = {
     "reference": "ep_runtime.kernels.reference_experts:ReferenceExperts",
 }
 _registered: dict[str, type[Experts]] = {}
+_CONCURRENCY = Experts.concurrency.__func__  # type: ignore[attr-defined]
+
+
+def check_registration(kind: str, name: str, cls: object, capabilities: type) -> None:
+    """Refuse what no plan could use: a reserved or other name, or no declared capabilities."""
+    if name == "auto":
+        raise ConfigError(f"{kind} 'auto' is reserved; register yours under another name")
+    declared = getattr(cls, "capabilities", None)
+    if not isinstance(cls, type) or not isinstance(declared, capabilities):
+        raise ConfigError(
+            f"{kind} {name!r} must be a class with `capabilities`, a {capabilities.__name__}; "
+            f"got {cls!r}"
+        )
+    declared_name = getattr(declared, "name", None)
+    if declared_name != name:
+        raise ConfigError(
+            f"{kind} {name!r} declares capabilities.name {declared_name!r}; make them equal"
+        )
 
 
 def register_experts(name: str, cls: type[Experts]) -> None:
     """Make an out-of-tree experts kernel choosable by name; the last registration wins."""
     if name in _BUILT_IN:
         raise ConfigError(f"experts {name!r} is built in; register yours under another name")
+    check_registration("experts", name, cls, ExpertsCapabilities)
+    if cls.concurrency.__func__ is not _CONCURRENCY:  # type: ignore[attr-defined]
+        raise ConfigError(
+            f"experts {name!r} overrides concurrency(); declare the rules in "
+            f"capabilities.concurrency, which is what the plan reads"
+        )
     _registered[name] = cls
 
 

@@ -62,9 +62,72 @@ def explain(
     from ep_runtime.launch.explain import explain_plan
 
     with _exit_status():
+        prepare_json_file(json_file)
         plan = explain_plan(source, overrides or [], world_size=world_size, machine=machine)
         print(plan.explain())
         write_json(json_file, plan.to_dict())
+
+
+@app.command()
+def bench(
+    context: typer.Context,
+    config: Annotated[
+        str | None, typer.Argument(help="YAML file; its keys are the options' names.")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Ranks to start; default 2, or the launcher's.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    backends: Annotated[
+        str | None, typer.Option(help="Names with commas, side by side; default: all.")
+    ] = None,
+    experts: Annotated[str | None, typer.Option(help="Experts kernel; default: auto.")] = None,
+    mode: Annotated[
+        str | None,
+        typer.Option(help="eager or graph (CUDA graphs, where a backend can be captured)."),
+    ] = None,
+    parts: Annotated[
+        str | None,
+        typer.Option(help="dispatch, combine, dispatch_combine, experts, shared, layer."),
+    ] = None,
+    tokens_per_rank: Annotated[str | None, typer.Option(help="List, as 1,8,32.")] = None,
+    hidden_size: Annotated[str | None, typer.Option(help="List.")] = None,
+    num_experts: Annotated[str | None, typer.Option(help="List.")] = None,
+    top_k: Annotated[str | None, typer.Option(help="List.")] = None,
+    moe_intermediate_size: Annotated[str | None, typer.Option(help="List.")] = None,
+    num_shared_experts: Annotated[int | None, typer.Option(help="0: none.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="List of float32, bfloat16, float16.")] = None,
+    routing: Annotated[
+        str | None, typer.Option(help="List of balanced, random, zipf, hotspot, model.")
+    ] = None,
+    max_tokens_per_rank: Annotated[
+        int | None, typer.Option(help="What buffers are built for; default: the most tokens.")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="In each, every backend is measured once.")
+    ] = None,
+    iterations: Annotated[int | None, typer.Option(help="Timed calls a round.")] = None,
+    warmup: Annotated[int | None, typer.Option(help="Calls before the first round.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of rows, routing and weights.")] = None,
+    timeout_s: Annotated[float | None, typer.Option(help="Of the process group.")] = None,
+    output_dir: Annotated[
+        str | None, typer.Option(help="Logs of the ranks and the record.")
+    ] = None,
+    json_file: JsonOption = None,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the latencies as PNG.")
+    ] = None,
+) -> None:
+    """Measure backends and kernels side by side; start the ranks unless this is one."""
+    from ep_runtime.launch.bench_command import bench_command
+
+    options = {
+        name: value
+        for name, value in context.params.items()
+        if name not in ("config", "json_file", "plot_file")
+    }
+    with _exit_status():
+        raise typer.Exit(bench_command(config, options, json_file, plot_file))
 
 
 @app.command()

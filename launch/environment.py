@@ -25,7 +25,6 @@ def describe_versions() -> dict[str, Any]:
         "nccl": nccl_version(),
         "triton": package_version("triton"),
         "transformers": package_version("transformers"),
-        "command": [os.path.basename(sys.argv[0]), *sys.argv[1:]],
     }
 
 

@@ -6,15 +6,32 @@ from pathlib import Path
 from ep_runtime.kernels.errors import ConfigError
 
 
-def prepare_json_file(path: Path | None) -> None:
-    """Make its folder and see that it can be written, before work is spent; None: nothing."""
-    if path is None:
-        return
+def prepare_json_file(path: Path | None, output_dir: str | None = None) -> None:
+    """See that it can be written, before work is spent; None: nothing."""
+    if path is not None:
+        prepare_file("--json", path, output_dir)
+
+
+def prepare_file(option: str, path: Path, output_dir: str | None = None) -> None:
+    """See that the file of a command-line option can be written, or raise ConfigError.
+
+    Its folder must be there, or be output_dir, which is then made.
+    """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
+        if output_dir is not None and _is_same(path.parent, Path(output_dir).expanduser()):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.parent.is_dir():
+            raise ConfigError(
+                f"{option} {path}: cannot be written: {path.parent} is not a folder that exists; "
+                "make it first"
+            )
+        path.open("ab").close()
     except OSError as error:
-        raise ConfigError(f"--json {path}: cannot be written: {error}") from None
+        raise ConfigError(f"{option} {path}: cannot be written: {error}") from None
+
+
+def _is_same(folder: Path, other: Path) -> bool:
+    return folder.resolve() == other.resolve()
 
 
 def write_json(path: Path | None, values: object) -> None:

@@ -1,13 +1,13 @@
 """Everything about a run that can be known before a rank starts."""
 
 import os
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
 import torch
 
 from ep_runtime.all2all.registry import backend_class
-from ep_runtime.checkpoint import CheckpointReader, read_config
+from ep_runtime.checkpoint import read_config
 from ep_runtime.config import MoEConfig, ParallelConfig
 from ep_runtime.kernels.errors import ConfigError
 from ep_runtime.kernels.registry import experts_class
@@ -31,19 +31,30 @@ def device_type_of(parallel: ParallelConfig) -> str:
 
 
 def set_interpreter_variable(config: RunConfig, environ: MutableMapping[str, str]) -> None:
-    """Set TRITON_INTERPRET=1 if ranks on a CPU will launch Triton kernels, and only then.
+    """Set TRITON_INTERPRET=1 if ranks on a CPU will launch Triton kernels, and only then."""
+    backend = config.parallel.all2all_backend
+    interpret_if_needed(
+        environ,
+        device_type=device_type_of(config.parallel),
+        experts=config.kernel.experts,
+        backends=() if backend == "auto" else (backend,),
+    )
+
+
+def interpret_if_needed(
+    environ: MutableMapping[str, str], *, device_type: str, experts: str, backends: Sequence[str]
+) -> None:
+    """Set TRITON_INTERPRET=1 for a CPU if what is named needs Triton. experts: may be auto.
 
     Triton reads the variable while it is imported, and a kernel's class says only after that
     whether it needs Triton; so it is set for the look and kept where the answer is yes.
     """
-    if device_type_of(config.parallel) != "cpu" or INTERPRET_VARIABLE in environ:
+    if device_type != "cpu" or INTERPRET_VARIABLE in environ:
         return
     environ[INTERPRET_VARIABLE] = "1"
     try:
-        experts, backend = config.kernel.experts, config.parallel.all2all_backend
         needed = [experts_class(experts).capabilities.needs_triton] if experts != "auto" else []
-        if backend != "auto":
-            needed.append(backend_class(backend).capabilities.needs_triton)
+        needed += [backend_class(name).capabilities.needs_triton for name in backends]
     except BaseException:
         del environ[INTERPRET_VARIABLE]
         raise
@@ -125,5 +136,8 @@ def check_before_start(config: RunConfig) -> None:
         read_prompts(Path(config.workload.prompts))
     plan_of(config)
     if config.model.checkpoint is not None:
+        from ep_runtime.opened_checkpoint import OpenedCheckpoint  # imports transformers' models
+
         # Reads the files' headers alone.
-        CheckpointReader(config.model.checkpoint).close()
+        dtype = "float32" if config.check == "logits" else None
+        OpenedCheckpoint(config.model.checkpoint, dtype).reader.close()

@@ -23,7 +23,7 @@ def run_command(name: str, overrides: Sequence[str], json_file: Path | None) -> 
     """
     launcher = read_launcher_environment(os.environ)
     config = load_run_config(name, overrides)
-    prepare_json_file(json_file)
+    prepare_json_file(json_file, config.output_dir)
     if launcher.launcher != "none" or config.parallel.world_size == 1:
         return run_rank(config, launcher, json_file)
     check_before_start(config)

@@ -2,24 +2,22 @@
 
 import json
 import os
-import sys
 import time
-import traceback
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from rich.console import Console
 
 from ep_runtime.all2all.base import EPGroup
 from ep_runtime.all2all.collectives import gather_texts
 from ep_runtime.distributed import EPContext, init_distributed
-from ep_runtime.kernels.errors import CheckpointError, ConfigError, PlanError, RankFailure
+from ep_runtime.kernels.errors import CheckpointError, ConfigError, PlanError
 from ep_runtime.launch.json_file import write_json
 from ep_runtime.launch.layer_job import LayerJob, layer_checks
 from ep_runtime.launch.preflight import check_before_start, check_world_size, prepare_output_dir
 from ep_runtime.launch.print_report import print_report
+from ep_runtime.launch.rank_terminal import Terminal, keep_traceback, tell
 from ep_runtime.launch.report import Check, RankResult, build_report
 from ep_runtime.launch.run_config import RunConfig
 from ep_runtime.launch.starter import STARTED_VARIABLE, record_failure
@@ -38,7 +36,7 @@ def run_rank(
     rank raises, that rank tells the terminal, unless `run` started it, which then does.
     """
     is_started = STARTED_VARIABLE in os.environ
-    terminal = _Terminal()
+    terminal = Terminal()
     ctx: EPContext | None = None
     try:
         check_world_size(config.parallel, launcher)
@@ -55,9 +53,9 @@ def run_rank(
             passed = _run(config, ctx, folder, json_file)
     except Exception as error:
         record_failure(error)
-        _keep_traceback(config, launcher.rank)
+        keep_traceback(config.output_dir, launcher.rank)
         if not is_started:
-            _tell(terminal, error, launcher.rank, ctx)
+            tell(terminal, error, launcher.rank, ctx)
         found_early = ctx is None and isinstance(error, ConfigError | PlanError | CheckpointError)
         return 2 if found_early else 1
     # A failed check is told by the report; to a launcher, a rank that ends with 1 has crashed.
@@ -67,20 +65,18 @@ def run_rank(
 def _run(config: RunConfig, ctx: EPContext, folder: Path, json_file: Path | None) -> bool:
     """The job on this rank; on rank 0 also checks and report. True where all checks passed."""
     started = time.perf_counter()
-    group = dist.group.WORLD if ctx.world_size > 1 else None
-    world = EPGroup(group, ctx.rank, ctx.world_size, ctx.device, ctx.check)
     plan: Plan
     if config.model.layer is not None:
         plan, result = LayerJob(config, config.model.layer, ctx).run()
-        ranks = _gather(result, world)
+        ranks = _gather(result, ctx.world_group)
         ran = time.perf_counter()
         checks = layer_checks(config, config.model.layer, ranks)
     else:
         from ep_runtime.launch.model_job import model_checks, run_model
 
-        model, result, outcome = run_model(config, ctx, world)
+        model, result, outcome = run_model(config, ctx, ctx.world_group)
         plan = model.plan
-        ranks = _gather(result, world)
+        ranks = _gather(result, ctx.world_group)
         ran = time.perf_counter()
         checks = []
         if ctx.rank == 0:
@@ -112,64 +108,6 @@ def _finish(
         write_json(path, report)
     print_report(report, plan, Console())
     return bool(report["passed"])
-
-
-class _Terminal:
-    """The standard error this process was started with, kept while output goes to a log."""
-
-    def __init__(self) -> None:
-        self._stderr = os.dup(2)
-
-    def redirect_to(self, path: Path) -> None:
-        """Send what this process (and its libraries) writes to a file."""
-        sys.stdout.flush()
-        sys.stderr.flush()
-        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.close(log)
-
-    def say(self, message: str) -> None:
-        os.write(self._stderr, f"ep-runtime: {message}\n".encode())
-
-
-def _tell(terminal: _Terminal, error: Exception, rank: int, ctx: EPContext | None) -> None:
-    """One line on the terminal, from one rank if possible.
-
-    Before the ranks have met, each can only speak for itself: all find the same in the same
-    configuration, so rank 0 does. Later the first failed rank speaks; for one that is gone, the
-    lowest other.
-    """
-    if ctx is None:
-        if rank == 0 or isinstance(error, RankFailure):
-            terminal.say(str(error))
-        return
-    cause = _first_cause(error, rank, ctx)
-    if cause.startswith(f"rank {rank} failed"):
-        terminal.say(cause)
-    elif " failed" not in cause.partition(":")[0]:
-        speaker = 1 if cause.startswith("rank 0 ") else 0
-        if rank == speaker:
-            terminal.say(cause)
-
-
-def _first_cause(error: Exception, rank: int, ctx: EPContext) -> str:
-    """What all ranks agree on as the cause, else this rank's own error."""
-    try:
-        ctx.check()
-    except RankFailure as failure:
-        return str(failure)
-    return f"rank {rank} failed: {type(error).__name__}: {error}"
-
-
-def _keep_traceback(config: RunConfig, rank: int) -> None:
-    """Rank 0's goes to a log of its own; the others' standard error is their log already."""
-    text = traceback.format_exc()
-    folder = Path(config.output_dir).expanduser()
-    if rank == 0 and folder.is_dir():
-        (folder / "rank0.log").write_text(text)
-    elif rank != 0:
-        sys.stderr.write(text)
 
 
 def read_report(folder: Path) -> dict[str, Any]:

@@ -83,8 +83,8 @@ def make_routing(
 ) -> Routing | None:
     """Where a layer's rows go; None where its own router decides (`model`).
 
-    balanced: experts in turn. hotspot: every row to the first top_k experts. zipf: expert e drawn
-    without repetition with a probability proportional to 1 / (e + 1).
+    balanced: experts in turn. hotspot: every row to the first top_k experts. random, zipf: drawn
+    without repetition, each expert alike, or expert e in proportion to 1 / (e + 1).
     Weights are positive and sum to 1 a row.
     """
     if kind == "model":
@@ -98,7 +98,9 @@ def make_routing(
     elif num_tokens == 0:
         ids = slots
     else:
-        chances = 1.0 / torch.arange(1, moe.num_experts + 1)
+        chances = torch.ones(moe.num_experts)
+        if kind == "zipf":
+            chances = 1.0 / torch.arange(1, moe.num_experts + 1)
         chances = chances.expand(num_tokens, -1)
         ids = torch.multinomial(chances, moe.top_k, generator=generator)
     weights = torch.rand(num_tokens, moe.top_k, generator=generator) + 0.1

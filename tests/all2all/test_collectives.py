@@ -69,6 +69,30 @@ def test_join_ends_when_a_rank_fails_while_the_work_never_completes() -> None:
         Collective(alone(failure_after=4), ScriptedWork(10**9), waits_on_host=True).join()
 
 
+def waits(seconds: list[float]) -> EPGroup:
+    """A group whose `check_wait` raises from 0.3 s on, and keeps what it was called with."""
+
+    def check_wait(waited_s: float) -> None:
+        seconds.append(waited_s)
+        if waited_s > 0.25:
+            raise RankFailure("rank 1 has closed its context")
+
+    return EPGroup(None, 0, 2, torch.device("cpu"), check_wait=check_wait)
+
+
+def test_a_wait_says_how_long_it_waits_and_ends_when_a_rank_has_ended() -> None:
+    seconds: list[float] = []
+    with pytest.raises(RankFailure, match="rank 1 has closed its context"):
+        Collective(waits(seconds), ScriptedWork(20), waits_on_host=True).join()
+    assert seconds == pytest.approx([0.1, 0.2, 0.3])
+
+
+def test_a_work_broken_by_a_rank_that_has_ended_names_it() -> None:
+    broken = Collective(waits([]), ScriptedWork(0, breaks=True), waits_on_host=True)
+    with pytest.raises(RankFailure, match="rank 1 has closed its context"):
+        broken.join()
+
+
 def gather_both(ctx: EPContext) -> tuple[tuple[int, ...], tuple[str, ...]]:
     text = "é" * ctx.rank
     return gather_integers(-ctx.rank, ctx.ep_group), gather_texts(text, ctx.ep_group)

@@ -361,7 +361,7 @@ def check_layer(ctx: EPContext, name: str, case: ContractCase, experts: str) -> 
     wanted = Schedule.COMBINE_WINDOW if "low" in name else Schedule.DISPATCH_WINDOW
     assert layer.plan.regime(8).schedule is wanted
     rows = weight(case.tokens[ctx.dp_rank] + 1, 64)[1:] * 8
-    output = layer(rows)
+    output = layer(rows.to(ctx.device)).cpu()
     assert_close(output, reference_layer(rows, MOE, **weights), BF16)
     assert layer.stats.shared_expert_calls == 1
 

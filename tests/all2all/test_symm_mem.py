@@ -506,14 +506,14 @@ def test_ranks_on_two_hosts_are_refused_on_every_rank() -> None:
 
 
 def graph_of(backend: SymmMemBackend, own: RoutedTokens, rank: int, stream: Any) -> Any:
-    """(graph, its output): a whole call, captured."""
+    """(graph, its output, what it reads besides and must outlive it): a whole call, captured."""
     scale = expert_scale(backend.shape, rank, own.hidden_states.device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         received, handle = backend.dispatch(backend.prepare(own)).wait()
         combining = backend.combine(coded_output(received, scale), handle)
         output = combining.wait(own.hidden_states)
-    return graph, output
+    return graph, output, scale
 
 
 @pytest.mark.gpu
@@ -554,11 +554,11 @@ def test_a_captured_call_replays_with_other_routing_bit_equal_to_eager() -> None
                 static[rank].topk_ids.copy_(fresh.topk_ids)
                 static[rank].topk_weights.copy_(fresh.topk_weights)
             torch.cuda.synchronize()
-            for rank, (graph, _) in enumerate(captured):
+            for rank, (graph, _, _) in enumerate(captured):
                 with torch.cuda.stream(streams[rank]):
                     graph.replay()
             torch.cuda.synchronize()
-            replayed = [output.clone() for _, output in captured]
+            replayed = [output.clone() for _, output, _ in captured]
             wanted = eager()
             for rank in range(2):
                 backends[rank].check()

@@ -63,7 +63,6 @@ def _enumerate() -> Iterator[SharedExpertQuestion]:
             format=row_format,
             supports_async=supports_async,
             combine_bias=combine_bias,
-            weights_in_combine=row_format is InputFormat.BATCHED,
             uneven_experts=True,
             supports_cuda_graph=False,
         )

@@ -208,7 +208,6 @@ def _register_backends() -> None:
             format=InputFormat.BATCHED,
             supports_async=True,
             combine_bias=kind,
-            weights_in_combine=True,
             uneven_experts=True,
             supports_cuda_graph=False,
         )

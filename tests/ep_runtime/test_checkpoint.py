@@ -14,7 +14,7 @@ from ep_runtime.config import ParallelConfig
 from ep_runtime.distributed import EPContext, init_distributed
 from ep_runtime.expert_loading import ExpertBuffers, ExpertLoader, prove_coverage
 from ep_runtime.families import FAMILIES
-from ep_runtime.kernels.errors import CheckpointError
+from ep_runtime.kernels.errors import CheckpointError, ConfigError
 from ep_runtime.models import load_model
 from ep_runtime.tensor_names import Slot
 from ep_runtime.tiny import write_tiny_checkpoint
@@ -275,9 +275,19 @@ def test_a_quantised_checkpoint_is_refused(ctx: EPContext, tmp_path: Path) -> No
     source = tiny_checkpoint("deepseek_v3")
     path = copy_with_tensors(source, tmp_path, read_tensors(source))
     config = json.loads((path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8"}
-    (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"quantization_config \(fp8\) is not supported"):
+    for quantization, named in (({"quant_method": "fp8"}, "fp8"), (["fp8"], r"\['fp8'\]")):
+        config["quantization_config"] = quantization
+        (path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(CheckpointError, match=rf"quantization_config \({named}\) is not supp"):
+            load_model(path, ctx, progress=False)
+
+
+def test_a_model_that_transformers_cannot_build_is_refused(ctx: EPContext, tmp_path: Path) -> None:
+    source = tiny_checkpoint("qwen3_moe")
+    path = copy_with_tensors(source, tmp_path, read_tensors(source))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"decoder_sparse_step": 0}))
+    with pytest.raises(ConfigError, match=r"cannot build config\.json's model: ZeroDiv"):
         load_model(path, ctx, progress=False)
 
 
@@ -311,6 +321,13 @@ def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path: Path) -> None
     write_index(path, {**names, "lm_head.weight": "model-2.safetensors"})
     with pytest.raises(CheckpointError, match=r"model-2.safetensors: cannot be read"):
         CheckpointReader(path)
+    for value in (1, None, ["model.safetensors"], ""):
+        write_index(path, {**names, "lm_head.weight": value})
+        with pytest.raises(CheckpointError) as caught:
+            CheckpointReader(path)
+        assert f"index.json: weight_map gives lm_head.weight the value {value!r}" in str(
+            caught.value
+        )
     write_index(path, ["lm_head.weight"])
     with pytest.raises(CheckpointError, match=r"index.json: cannot be read"):
         CheckpointReader(path)

@@ -85,12 +85,36 @@ def test_dtype_names_are_torch_dtypes(name: str) -> None:
         ({"activation": "relu"}, r"activation: .*'relu2'.*got 'relu'"),
         ({"scoring": "tanh"}, r"scoring: .*'sigmoid'.*got 'tanh'"),
         ({"dtype": "float8"}, r"dtype: .*got 'float8'"),
+        ({"routed_scaling_factor": float("nan")}, r"routed_scaling_factor: .*finite.*got nan"),
+        ({"routed_scaling_factor": float("inf")}, r"routed_scaling_factor: .*finite.*got inf"),
+        ({"routed_scaling_factor": "2.5"}, r"routed_scaling_factor: .*got '2.5'"),
+        ({"routed_scaling_factor": True}, r"routed_scaling_factor: .*got True"),
+        ({"activation": "swigluoai", "swiglu_limit": float("nan")}, r"swiglu_limit: .*got nan"),
+        ({"activation": "swigluoai", "swiglu_limit": -7.0}, r"swiglu_limit: .*got -7.0"),
+        ({"activation": "swigluoai", "swiglu_limit": 0}, r"swiglu_limit: .*got 0"),
+        ({"activation": "swigluoai", "swiglu_alpha": float("inf")}, r"swiglu_alpha: .*got inf"),
+        ({"activation": "swigluoai", "swiglu_alpha": "1.7"}, r"swiglu_alpha: .*got '1.7'"),
+        ({"norm_topk_prob": "yes"}, r"norm_topk_prob: .*boolean.*got 'yes'"),
+        ({"norm_topk_prob": 1}, r"norm_topk_prob: .*boolean.*got 1"),
+        ({"has_correction_bias": "no"}, r"has_correction_bias: .*got 'no'"),
+        ({"router_bias": 0}, r"router_bias: .*got 0"),
+        ({"expert_bias": "true"}, r"expert_bias: .*got 'true'"),
+        ({"shared_expert_gate": 0}, r"shared_expert_gate: .*got 0"),
+        ({"apply_router_weight_on_input": "off"}, r"apply_router_weight_on_input: .*got 'off'"),
         ({"num_expert": 8}, r"num_expert: unknown key; did you mean 'num_experts'"),
     ],
 )
 def test_a_layer_that_contradicts_itself_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         MoEConfig(**(LAYER | changes))
+
+
+def test_a_whole_number_may_stand_for_a_float() -> None:
+    moe = MoEConfig(
+        **LAYER, activation="swigluoai", routed_scaling_factor=2, swiglu_alpha=1, swiglu_limit=7
+    )
+    assert (moe.routed_scaling_factor, moe.swiglu_alpha, moe.swiglu_limit) == (2.0, 1.0, 7.0)
+    assert ParallelConfig(timeout_s=30).timeout_s == 30.0
 
 
 def test_a_missing_key_is_named() -> None:
@@ -136,6 +160,11 @@ def test_long_names_mean_the_same_as_short_ones() -> None:
         ({"tp_size": 1.0}, r"tp_size: .*got 1.0"),
         ({"max_tokens_per_rank": 0}, r"max_tokens_per_rank: .*got 0"),
         ({"timeout_s": 0}, r"timeout_s: .*got 0"),
+        ({"timeout_s": float("inf")}, r"timeout_s: .*got inf"),
+        ({"timeout_s": float("nan")}, r"timeout_s: .*got nan"),
+        ({"timeout_s": 1e30}, r"timeout_s: .*less than or equal to 2592000 .*got 1e\+30"),
+        ({"timeout_s": "60"}, r"timeout_s: .*got '60'"),
+        ({"timeout_s": True}, r"timeout_s: .*got True"),
         ({"device": "tpu"}, r"device: .*got 'tpu'"),
         ({"expert_placement_strategy": "random"}, r"expert_placement_strategy: .*got 'random'"),
         ({"dp_sise": 2}, r"dp_sise: unknown key; did you mean 'dp_size'"),
@@ -155,6 +184,12 @@ def test_shared_expert_settings_have_documented_defaults_and_limits() -> None:
         SharedExpertsConfig(overlap="on")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"token_threshold: .*got -1"):
         SharedExpertsConfig(token_threshold=-1)
+
+
+@pytest.mark.parametrize("value", [True, "7", 7.0])
+def test_a_token_threshold_is_a_whole_number(value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"token_threshold: .*got {value!r}"):
+        SharedExpertsConfig(token_threshold=value)
 
 
 def test_values_cannot_change_after_they_were_checked() -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from ep_runtime.all2all.collectives import gather_texts
 from ep_runtime.config import ParallelConfig
 from ep_runtime.distributed import EPContext, init_distributed
 from ep_runtime.kernels.errors import ConfigError
@@ -52,13 +53,15 @@ def test_slice_counts_are_those_of_each_ranks_slice() -> None:
 def place_of(ctx: EPContext) -> dict[str, Any]:
     groups = [
         dist.get_process_group_ranks(g.process_group) if g.process_group else [ctx.rank]
-        for g in (ctx.ep_group, ctx.tp_group)
+        for g in (ctx.ep_group, ctx.tp_group, ctx.step_group, ctx.world_group)
     ]
     return {
         "ranks": (ctx.rank, ctx.dp_rank, ctx.tp_rank, ctx.ep_rank),
         "in group": (ctx.ep_group.rank, ctx.ep_group.size, ctx.tp_group.rank, ctx.tp_group.size),
         "ep": groups[0],
         "tp": groups[1],
+        "step": groups[2],
+        "world": groups[3],
     }
 
 
@@ -68,6 +71,15 @@ def test_groups_are_contiguous_blocks_of_the_world() -> None:
     assert [p["in group"] for p in places] == [(0, 2, 0, 2), (1, 2, 1, 2)] * 2
     assert [p["ep"] for p in places] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [p["tp"] for p in places] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [p["step"] for p in places] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [p["world"] for p in places] == [[0, 1, 2, 3]] * 4
+
+
+def test_the_step_group_holds_whole_ep_and_tp_groups() -> None:
+    places = run_ranks(place_of, parallel(dp_size=2, tp_size=2, ep_size=1))
+    assert [p["step"] for p in places] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    places = run_ranks(place_of, parallel(dp_size=4, tp_size=1, ep_size=2))
+    assert [p["step"] for p in places] == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
 def counts_of(ctx: EPContext, tokens: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -143,6 +155,69 @@ def test_step_refuses_other_counts_and_nesting() -> None:
         assert "open already" in nested
         assert "counts [3]" in short
         assert "counts [4, 4]" in wrong
+
+
+def errors_of_negative_rows(ctx: EPContext) -> list[str]:
+    seen = []
+    steps = (ctx.step(-1 if ctx.rank == 1 else 2), ctx.step(-1, counts=(0, 0)))
+    for step in steps:
+        with pytest.raises(ConfigError) as caught:
+            step.__enter__()
+        seen.append(str(caught.value))
+    assert ctx.rows_per_rank(3) == (3, 3)  # and the ranks are still in step
+    return seen
+
+
+def test_negative_rows_are_refused_on_all_ranks() -> None:
+    for agreed, given in run_ranks(errors_of_negative_rows, parallel(2)):
+        assert "num_tokens is -1 on rank 1" in agreed
+        assert "num_tokens is -1;" in given
+
+
+def errors_of_different_calls(ctx: EPContext) -> list[str]:
+    """A call of its own on rank 2; then a step there, and a call outside of it elsewhere."""
+    seen = []
+    with pytest.raises(ConfigError) as caught:
+        ctx.rows_per_rank(3, call=2**62 if ctx.rank == 2 else 5)
+    seen.append(str(caught.value))
+    call = ctx.step(3).__enter__ if ctx.rank == 2 else lambda: ctx.rows_per_rank(3)
+    with pytest.raises(ConfigError) as caught:
+        call()
+    seen.append(str(caught.value))
+    assert ctx.rows_per_rank(3, call=2**62) == (3, 3, 3)
+    return seen
+
+
+def test_ranks_in_different_calls_all_raise_and_are_named() -> None:
+    for errors in run_ranks(errors_of_different_calls, parallel(3)):
+        assert len(errors) == 2
+        assert all("ranks [0, 1], ranks [2] are in different calls" in e for e in errors), errors
+
+
+def errors_after_close(ctx: EPContext) -> list[str]:
+    case = ContractCase("a", (1, 1))
+    ctx.backend("naive", case.shape())
+    ctx.close()
+    seen = []
+    calls: list[Callable[[], Any]] = [
+        lambda: ctx.rows_per_rank(1),
+        lambda: ctx.step(1).__enter__(),
+        lambda: ctx.step(1, counts=(1,) * ctx.world_size).__enter__(),
+        lambda: ctx.backend("naive", case.shape()),
+        lambda: gather_texts("", ctx.step_group) if ctx.world_size > 1 else ctx.rows_per_rank(1),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError) as caught:
+            call()
+        seen.append(str(caught.value))
+    return seen
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_closed_context_refuses_calls(size: int) -> None:
+    for errors in run_ranks(errors_after_close, parallel(size)):
+        assert len(errors) == 5
+        assert all("the context is closed" in error for error in errors), errors
 
 
 def gather_slices(ctx: EPContext, num_tokens: int) -> bool:
@@ -237,6 +312,24 @@ def make_and_close_twice(rank: int, port: int, prefix: str) -> list[bool]:
 
 def test_a_default_group_made_here_ends_with_the_context() -> None:
     assert run_processes(make_and_close_twice, 2, *store_address()) == [[True, False] * 2] * 2
+
+
+def close_one_of_two(rank: int, port: int, prefix: str, closes_first: int) -> list[Any]:
+    first = init_distributed(parallel(2), rendezvous=Rendezvous(connect(port, prefix), rank, 2))
+    contexts = [first, init_distributed(parallel(1, 2))]
+    contexts.pop(closes_first).close()
+    (left,) = contexts
+    with left.step(3) as counts:
+        seen: list[Any] = [counts.rows_per_rank]
+    left.close()
+    return [*seen, dist.is_initialized()]
+
+
+@pytest.mark.parametrize("closes_first", [0, 1])
+def test_a_context_outlives_the_one_that_made_the_default_group(closes_first: int) -> None:
+    results = run_processes(close_one_of_two, 2, *store_address(), closes_first)
+    rows = (2, 1) if closes_first == 0 else (3, 3)
+    assert results == [[rows, False]] * 2
 
 
 def disagree(rank: int, port: int, prefix: str) -> None:

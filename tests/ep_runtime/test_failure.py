@@ -31,7 +31,9 @@ from tests.harness import (
 )
 
 ROOT = Path(__file__).parents[2]
-QUICK = FailureLimits(poll_interval_s=0.2, stale_after_s=3.0, exit_grace_s=2.0, farewell_s=2.0)
+QUICK = FailureLimits(
+    poll_interval_s=0.2, stale_after_s=3.0, exit_grace_s=2.0, farewell_s=2.0, ended_grace_s=1.0
+)
 
 
 def ranks(dp_size: int) -> ParallelConfig:
@@ -177,6 +179,99 @@ def test_close_ends_and_says_so_when_another_rank_fails_meanwhile() -> None:
     assert names(outcomes[0], "rank 1 failed: ValueError: late"), outcomes
 
 
+def agree_so_often(ctx: EPContext, times: tuple[int, ...]) -> str:
+    for _ in range(times[ctx.rank]):
+        ctx.rows_per_rank(1)
+    return "ended"
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_a_rank_that_closes_while_others_wait_for_it_is_named(missing: int) -> None:
+    times = tuple(1 if rank == missing else 2 for rank in range(3))
+    outcomes = rank_outcomes(agree_so_often, ranks(3), times, timeout=40)
+    waiting = [outcome for outcome in outcomes if outcome.rank != missing]
+    text = f"rank {missing} has closed its context"
+    assert all(names(outcome, text) and names(outcome, "same order") for outcome in waiting)
+    # Who hosts the store is still there to learn of it; another rank has ended well.
+    assert names(outcomes[0], text) if missing == 0 else outcomes[missing].result == "ended"
+    assert max(outcome.seconds for outcome in outcomes) < 20
+
+
+def skip_a_call_after_an_error(ctx: EPContext) -> None:
+    for call in range(3):
+        if not (call == 1 and ctx.rank == 1):
+            ctx.rows_per_rank(call)
+
+
+def test_a_rank_that_skips_a_call_ends_all_ranks() -> None:
+    outcomes = rank_outcomes(skip_a_call_after_an_error, ranks(2), timeout=40, limits=QUICK)
+    assert names(outcomes[0], "rank 1 has closed its context"), outcomes
+    assert max(outcome.seconds for outcome in outcomes) < 20
+
+
+def wait_for_ended_ranks(ctx: EPContext) -> str:
+    """Ranks 2 and 3 end at once; rank 1 stays until rank 0 has failed."""
+    while ctx.rank == 1:
+        try:
+            ctx.check()
+        except RankFailure as failure:
+            return str(failure)
+        time.sleep(0.05)
+    if ctx.rank > 1:
+        return ""
+    time.sleep(3 * QUICK.ended_grace_s)
+    ctx.check()
+    ctx.ep_group.check_wait(99.0)  # its other rank has not ended
+    ctx.world_group.check_wait(0.5 * QUICK.ended_grace_s)  # what they sent may be on its way
+    with pytest.raises(RankFailure) as caught:
+        ctx.world_group.check_wait(99.0)
+    return str(caught.value)
+
+
+def test_only_a_long_wait_for_a_rank_that_has_ended_is_a_failure() -> None:
+    config = ranks(4).model_copy(update={"ep_size": 2})
+    failures = run_ranks(wait_for_ended_ranks, config, limits=QUICK)
+    assert failures[0].startswith("rank 2 has closed its context, and rank 0 still waits for it")
+    assert failures[1:] == [failures[0], "", ""]
+
+
+def work_alone(ctx: EPContext, seconds: float) -> str:
+    """Rank 0, which hosts the store, ends first; the others go on without waiting for anyone."""
+    if ctx.rank > 0:
+        started_at = time.monotonic()
+        while time.monotonic() - started_at < seconds:
+            ctx.check()
+            time.sleep(0.05)
+    return "ended"
+
+
+def test_the_stores_host_stays_while_slow_ranks_work_longer_than_timeout_s() -> None:
+    config = ranks(3).model_copy(update={"timeout_s": 1.0})
+    outcomes = rank_outcomes(work_alone, config, 5.0, timeout=40, limits=QUICK)
+    assert [outcome.result for outcome in outcomes] == ["ended"] * 3, outcomes
+    (host, *_) = outcomes
+    assert host.seconds >= 5
+
+
+def leave_by_sys_exit(ctx: EPContext, code: int | None) -> None:
+    if ctx.rank == 1:
+        sys.exit(code)
+    for _ in range(20):
+        ctx.check()
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("code", [0, None])
+def test_sys_exit_0_closes_the_context_well(code: int | None) -> None:
+    outcomes = rank_outcomes(leave_by_sys_exit, ranks(2), code, timeout=30, limits=QUICK)
+    assert outcomes[0].is_ok, outcomes
+
+
+def test_sys_exit_with_a_status_is_a_failure() -> None:
+    outcomes = rank_outcomes(leave_by_sys_exit, ranks(2), 3, timeout=30, limits=QUICK)
+    assert names(outcomes[0], "rank 1 failed: SystemExit: 3"), outcomes
+
+
 def report_and_look(ctx: EPContext) -> list[str]:
     """Both ranks see one cause, however often and by whom failures are reported after it."""
     seen = []
@@ -210,15 +305,15 @@ for n in range(100):
 """
 
 
-def test_a_script_that_dies_without_closing_its_context_tells_the_others() -> None:
+def run_script(script: str) -> tuple[list[int], list[str]]:
+    """The exit statuses and stderrs of two processes that a launcher without an agent started."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environ = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    started_at = time.monotonic()
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", SCRIPT],
+            [sys.executable, "-c", script],
             env=environ | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)},
             cwd=ROOT,
             stderr=subprocess.PIPE,
@@ -227,10 +322,52 @@ def test_a_script_that_dies_without_closing_its_context_tells_the_others() -> No
         for rank in range(2)
     ]
     errors = [process.communicate(timeout=90)[1] for process in processes]
+    return [process.returncode for process in processes], errors
+
+
+def test_a_script_that_dies_without_closing_its_context_tells_the_others() -> None:
+    started_at = time.monotonic()
+    statuses, errors = run_script(SCRIPT)
     assert "RankFailure: rank 1 failed: KeyError: 'uncaught'" in errors[0]
     assert "KeyError: 'uncaught'" in errors[1]
-    assert [process.returncode for process in processes] == [1, 1]
+    assert statuses == [1, 1]
     assert time.monotonic() - started_at < 60
+
+
+EXITING_SCRIPT = """
+import sys
+import ep_runtime as ep
+from ep_runtime.failure import FailureLimits
+limits = FailureLimits(ended_grace_s=1.0)
+ctx = ep.init_distributed(ep.ParallelConfig(dp_size=2, device="cpu"), limits=limits)
+ctx.rows_per_rank(1)
+if ctx.rank == 0:
+    sys.exit(3)
+ctx.rows_per_rank(1)
+"""
+
+
+def test_a_script_that_exits_while_another_rank_waits_for_it_is_named() -> None:
+    started_at = time.monotonic()
+    statuses, errors = run_script(EXITING_SCRIPT)
+    assert "RankFailure: rank 0 has ended without closing its context" in errors[1], errors
+    assert statuses == [3, 1]
+    assert time.monotonic() - started_at < 40
+
+
+UNCLOSED_SCRIPT = """
+import time
+import ep_runtime as ep
+ctx = ep.init_distributed(ep.ParallelConfig(dp_size=2, device="cpu"))
+ctx.rows_per_rank(1)
+time.sleep(3 * ctx.rank)
+"""
+
+
+def test_scripts_that_just_end_without_closing_end_well() -> None:
+    statuses, errors = run_script(UNCLOSED_SCRIPT)
+    assert statuses == [0, 0], errors
+    assert not any("Error" in error or "RankFailure" in error for error in errors), errors
 
 
 def abandon_a_collective(rank: int, port: int, prefix: str) -> Any:

@@ -69,6 +69,7 @@ HUB_CONFIGS: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16",
     },
 }
+NO_GROUPS = {"n_group": 1, "topk_group": 1}
 EXPECTED: dict[str, dict[str, Any]] = {
     "mixtral": {
         "hidden_size": 4096,
@@ -158,6 +159,22 @@ def test_a_value_we_would_get_wrong_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=named):
         MoEConfig.from_hf({**HUB_CONFIGS[family], **changed})
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "other"),
+    [
+        ("mixtral", "num_local_experts", "num_experts"),
+        ("olmoe", "num_experts", "num_local_experts"),
+        ("deepseek_v3", "n_routed_experts", "num_local_experts"),
+    ],
+)
+def test_two_spellings_of_one_key_must_agree(family: str, key: str, other: str) -> None:
+    values = HUB_CONFIGS.get(family, {"model_type": family})
+    moe = MoEConfig.from_hf({**values, key: 16, other: 16, **NO_GROUPS})
+    assert moe.num_experts == 16
+    with pytest.raises(ConfigError, match=rf"{key} \(16\) and {other} \(7\) are two spellings"):
+        MoEConfig.from_hf({**values, key: 16, other: 7, **NO_GROUPS})
 
 
 def test_a_key_that_transformers_ignores_is_told_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,5 +1,6 @@
 """A layer against a direct computation, its errors, its statistics, and calls that follow calls."""
 
+import re
 from itertools import product
 from typing import Any
 
@@ -335,7 +336,7 @@ def _refusals(ctx: EPContext) -> None:
     weights = _weights(moe)
     layer = MoELayer(moe, ctx)
     x = torch.zeros(3, HIDDEN)
-    with pytest.raises(ConfigError, match="call load_experts first"):
+    with pytest.raises(ConfigError, match="call load_experts, or finish_loading"):
         layer(x)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"w13": weights["w13"][:4]}, rf"w13 has shape \[4, .*wanted \[{EXPERTS}, {2 * WIDTH}"),
@@ -518,3 +519,42 @@ def _assert_graph_replays(ctx: EPContext, layer: MoELayer, moe: MoEConfig) -> No
         output.fill_(float("nan"))
         graph.replay()
         assert torch.equal(output, layer(rows)), seed
+
+
+def _half_wrong_load(ctx: EPContext) -> None:
+    moe = _moe()
+    layer = MoELayer(moe, ctx)
+    good = _weights(moe)
+    layer.load_experts(**good)
+    rows = _rows(5, moe, 0)
+    before = layer(rows)
+    other = _weights(moe, seed=1)
+    for key, bad, says in (
+        ("router", torch.zeros(1, 2), "router has shape"),
+        ("router", other["router"].long(), "router is torch.int64 on cpu; wanted"),
+        ("router", other["router"].numpy(), "router is <class 'numpy.ndarray'>; wanted"),
+        ("w2", other["w2"].to("meta"), "w2 is torch.float32 on meta; wanted a tensor with data"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(says)):
+            layer.load_experts(**(other | {key: bad}))
+        assert torch.equal(layer(rows), before), key
+
+
+def test_a_load_that_is_refused_changes_nothing() -> None:
+    run_ranks(_half_wrong_load, ParallelConfig())
+
+
+def _out_of_order(ctx: EPContext) -> str:
+    moe = _moe()
+    layers = [MoELayer(moe, ctx) for _ in range(2)]
+    for layer in layers:
+        layer.load_experts(**_weights(moe))
+    order = layers if ctx.rank == 0 else layers[::-1]
+    with pytest.raises(ConfigError) as caught:
+        order[0](_rows(3, moe, 0))
+    return str(caught.value)
+
+
+def test_ranks_in_different_layers_are_told_so_on_every_rank() -> None:
+    for message in run_ranks(_out_of_order, ParallelConfig(dp_size=2)):
+        assert "ranks [0], ranks [1] are in different calls" in message

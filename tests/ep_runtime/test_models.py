@@ -1,5 +1,7 @@
 """Whole models on 1, 2 and 4 ranks against the single-process transformers model."""
 
+import os
+import signal
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -8,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from ep_runtime.all2all.collectives import gather_texts
 from ep_runtime.config import ParallelConfig
 from ep_runtime.distributed import EPContext
 from ep_runtime.expert_loading import ExpertBuffers, ExpertLoader
+from ep_runtime.failure import FailureLimits
 from ep_runtime.generation import greedy_generate
 from ep_runtime.kernels.errors import CheckpointError, ConfigError, RankFailure
 from ep_runtime.models import load_model
@@ -334,3 +338,31 @@ def test_a_file_that_is_cut_short_on_one_rank_ends_all_ranks(tmp_path: Any) -> N
     assert isinstance(outcomes[1].error, CheckpointError)
     assert "model.safetensors" in str(outcomes[1].error)
     assert all(outcome.seconds < 20 for outcome in outcomes)
+
+
+def stop_rank_1_while_it_loads(ctx: EPContext, path: str, number: signal.Signals) -> None:
+    processes = [int(text) for text in gather_texts(str(os.getpid()), ctx.world_group)]
+
+    def stop(self: ExpertLoader, slot: Slot, name: str, into: ExpertBuffers) -> None:
+        os.kill(os.getpid(), number)
+
+    if ctx.rank == 1:
+        setattr(ExpertLoader, "read", stop)  # noqa: B010  (mypy forbids the other)
+    try:
+        load_model(path, ctx, experts="reference", progress=False)
+    except RankFailure:
+        if number == signal.SIGSTOP:
+            os.kill(processes[1], signal.SIGKILL)  # so that the test need not wait for it
+        raise
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_lost_while_it_loads_is_named(number: signal.Signals) -> None:
+    path = str(tiny_checkpoint("mixtral"))
+    limits = FailureLimits(poll_interval_s=0.2, stale_after_s=3.0, farewell_s=1.0)
+    outcomes = rank_outcomes(
+        stop_rank_1_while_it_loads, World(2).parallel(), path, number, timeout=40, limits=limits
+    )
+    assert isinstance(outcomes[0].error, RankFailure), outcomes
+    assert "rank 1 is gone" in str(outcomes[0].error)
+    assert outcomes[0].seconds < 20

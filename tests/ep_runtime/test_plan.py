@@ -18,7 +18,7 @@ from ep_runtime.all2all.registry import backend_names
 from ep_runtime.config import MoEConfig, ParallelConfig, SharedExpertsConfig
 from ep_runtime.distributed import EPContext
 from ep_runtime.kernels import registry as experts_registry
-from ep_runtime.kernels.base import Concurrency, InputFormat
+from ep_runtime.kernels.base import Concurrency, ConcurrencyRule, InputFormat
 from ep_runtime.kernels.errors import ConfigError, PlanError, RankFailure
 from ep_runtime.kernels.registry import experts_class, experts_names
 from ep_runtime.layer import MoELayer
@@ -446,27 +446,27 @@ def _build_unlike(ctx: EPContext, unlike: dict[str, Any]) -> None:
         (
             {"rank": 1, "shared": {"token_threshold": 128}},
             "shared_experts.token_threshold",
-            ("256 on EP ranks [0, 2]", "128 on EP ranks [1]"),
+            ("256 on ranks [0, 2]", "128 on ranks [1]"),
         ),
         (
             {"rank": 0, "shared": {"overlap": "off"}},
             "shared_experts.overlap",
-            ("'off' on EP ranks [0]", "'auto' on EP ranks [1, 2]"),
+            ("'off' on ranks [0]", "'auto' on ranks [1, 2]"),
         ),
         (
             {"rank": 2, "moe": {"hidden_size": 32}},
             "moe.hidden_size",
-            ("16 on EP ranks [0, 1]", "32 on EP ranks [2]"),
+            ("16 on ranks [0, 1]", "32 on ranks [2]"),
         ),
         (
             {"rank": 2, "moe": {"routed_scaling_factor": 2.5}},
             "moe.routed_scaling_factor",
-            ("1.0 on EP ranks [0, 1]", "2.5 on EP ranks [2]"),
+            ("1.0 on ranks [0, 1]", "2.5 on ranks [2]"),
         ),
         (
             {"rank": 1, "experts": "triton"},
             "experts",
-            ("'reference' on EP ranks [0, 2]", "'triton' on EP ranks [1]"),
+            ("'reference' on ranks [0, 2]", "'triton' on ranks [1]"),
         ),
     ],
 )
@@ -531,3 +531,87 @@ def test_what_auto_could_not_use_is_logged_once_with_the_reason(
 def test_a_device_memory_that_differs_a_little_is_no_disagreement() -> None:
     assert _plan(H200).digest() == _plan(replace(H200, device_memory_bytes=1)).digest()
     assert _plan(H200).digest() != _plan(replace(H200, name="NVIDIA H100")).digest()
+
+
+# --- what may be registered ---
+
+
+class _Inherits(experts_class("reference")):  # type: ignore[misc]
+    """Says "reference" of itself."""
+
+
+class _Overrides(experts_class("reference")):  # type: ignore[misc]
+    capabilities = replace(experts_class("reference").capabilities, name="overrides")
+
+    @classmethod
+    def concurrency(cls, num_tokens: int) -> Concurrency:
+        return Concurrency.UNSAFE
+
+
+@pytest.mark.parametrize(
+    ("name", "cls", "says"),
+    [
+        ("auto", _Inherits, "'auto' is reserved"),
+        ("mine", _Inherits, "declares capabilities.name 'reference'"),
+        ("mine", object(), "must be a class with `capabilities`"),
+        ("mine", int, "must be a class with `capabilities`"),
+        ("overrides", _Overrides, r"declare the rules in capabilities.concurrency"),
+    ],
+)
+def test_what_no_plan_could_use_is_refused_as_it_is_registered(
+    name: str, cls: Any, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        experts_registry.register_experts(name, cls)
+    assert name not in experts_names()
+
+
+def test_a_backend_under_another_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"declares capabilities\.name 'naive'"):
+        backend_registry.register_backend("mine", backend_registry.backend_class("naive"))
+    assert "mine" not in backend_names()
+
+
+def test_a_certificate_needs_evidence_and_rules_rise() -> None:
+    with pytest.raises(ConfigError, match="has no evidence"):
+        ConcurrencyRule(None, Concurrency.CERTIFIED, " ")
+    capabilities = experts_class("reference").capabilities
+    safe = ConcurrencyRule(8, Concurrency.CERTIFIED, "a test")
+    for rules in (
+        (replace(safe, max_tokens=None), replace(safe, max_tokens=512)),
+        (replace(safe, max_tokens=256), safe),
+        (safe, safe),
+    ):
+        with pytest.raises(ConfigError, match="must rise"):
+            replace(capabilities, concurrency=rules)
+    replace(capabilities, concurrency=(safe, replace(safe, max_tokens=None)))
+
+
+def test_a_kernel_of_quantised_weights_only_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    capabilities = replace(
+        experts_class("reference").capabilities, name="fp8", schemes=frozenset({"fp8"})
+    )
+    cls = type("Fp8", (experts_class("reference"),), {"capabilities": capabilities})
+    monkeypatch.setitem(experts_registry._registered, "fp8", cls)
+    with pytest.raises(PlanError, match="weights stored as fp8, not unquantised"):
+        _plan(experts="fp8")
+
+
+def _plan_of_another_scale(ctx: EPContext) -> None:
+    MoELayer(_moe(routed_scaling_factor=1.0 + ctx.rank), ctx)
+
+
+def test_tp_ranks_agree_on_the_plan_too() -> None:
+    for outcome in rank_outcomes(_plan_of_another_scale, ParallelConfig(tp_size=2, ep_size=1)):
+        assert isinstance(outcome.error, PlanError), outcome
+        assert "moe.routed_scaling_factor" in str(outcome.error)
+
+
+def test_a_plan_of_another_layer_is_refused() -> None:
+    (outcome,) = rank_outcomes(_give_another_plan, ParallelConfig())
+    assert isinstance(outcome.error, ConfigError), outcome
+    assert "another parallel.dp_size (2, not 1)" in str(outcome.error)
+
+
+def _give_another_plan(ctx: EPContext) -> None:
+    MoELayer(_moe(), ctx, plan=_plan(dp_size=2))

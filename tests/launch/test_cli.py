@@ -14,6 +14,12 @@ import torch
 from ep_runtime.launch import layer_job
 from ep_runtime.launch.cli import app
 from ep_runtime.reference import reference_layer
+from tests.ep_runtime.checkpoints import (
+    FAMILY_NAMES,
+    copy_with_tensors,
+    read_tensors,
+    tiny_checkpoint,
+)
 from tests.launch.configs import LAYER, ONE_RANK, TINY, write_config
 
 Command = Callable[..., tuple[int, str]]
@@ -87,7 +93,9 @@ def test_a_raising_single_rank_is_status_1_with_one_message(
         (["--set", "parallel.all2all_backend=nave"], "all2all_backend 'nave' is unknown"),
         (["--set", "parallel.all2all_backend=local"], "all2all_backend local cannot be used"),
         (["--set", "output_dir=run.yaml"], "output_dir run.yaml: cannot be written"),
+        (["--set", "parallel.timeout_s=.inf"], "parallel.timeout_s: Input should be"),
         (["--json", "run.yaml/x"], "--json run.yaml/x: cannot be written"),
+        (["--json", "mistyped/x"], "mistyped is not a folder that exists; make it first"),
         (["--st", "x=1"], "No such option"),
     ],
 )
@@ -97,6 +105,26 @@ def test_what_is_wrong_is_found_before_any_rank_starts(
     status, text = command("run", str(write_config(tmp_path, LAYER)), *arguments)
     assert status == 2
     assert said in text
+    assert not (tmp_path / "mistyped").exists()
+
+
+def test_the_json_file_may_be_in_an_output_dir_that_is_not_there_yet(
+    command: Command, tmp_path: Path
+) -> None:
+    path = write_config(tmp_path, ONE_RANK)
+    status, said = command("run", str(path), "--json", str(tmp_path / "out" / "x.json"))
+    assert status == 0, said
+    assert json.loads((tmp_path / "out" / "x.json").read_text())["passed"]
+
+
+def test_explain_and_doctor_make_no_folder_for_the_json_file(
+    command: Command, tmp_path: Path
+) -> None:
+    for arguments in (["explain", "cpu_single.yaml"], ["doctor"]):
+        status, said = command(*arguments, "--json", "mistyped/x")
+        assert status == 2
+        assert said.count("\n") == 1
+        assert "mistyped is not a folder that exists" in said
 
 
 @pytest.mark.parametrize(
@@ -116,6 +144,87 @@ def test_a_wrong_model_or_prompt_is_found_before_any_rank_starts(
     assert status == 2
     assert said in text
     assert text.count("\n") == 1
+
+
+EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
+MISSPELT = EXPERT.replace("up_proj", "upp_proj")
+GATE = "model.layers.0.mlp.gate.weight"
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.mark.parametrize(
+    ("change", "keys", "said"),
+    [
+        pytest.param(
+            lambda t: {(MISSPELT if n == EXPERT else n): v for n, v in t.items()},
+            {},
+            f"1 missing: {EXPERT} (is it {MISSPELT}?)",
+            id="misspelt",
+        ),
+        pytest.param(
+            lambda t: {n: v for n, v in t.items() if n != EXPERT},
+            {},
+            f"1 missing: {EXPERT}",
+            id="missing",
+        ),
+        pytest.param(
+            lambda t: {**t, EXPERT.replace(".2.", ".99."): t[EXPERT].clone()},
+            {},
+            f"1 left over: {EXPERT.replace('.2.', '.99.')}",
+            id="extra",
+        ),
+        pytest.param(
+            lambda t: {**t, EXPERT: t[EXPERT].to(torch.int8)},
+            {},
+            f"{EXPERT}: dtype I8 in model.safetensors",
+            id="dtype",
+        ),
+        pytest.param(
+            lambda t: {**t, GATE: t[GATE].T},
+            {},
+            f"{GATE}: shape [64, 6] in model.safetensors, wanted [6, 64]",
+            id="shape",
+        ),
+        pytest.param(
+            lambda t: t,
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantization_config (fp8) is not supported",
+            id="quantised",
+        ),
+        pytest.param(
+            lambda t: t,
+            {"num_attention_heads": 0},
+            "transformers cannot build config.json's model",
+            id="model_that_cannot_be_built",
+        ),
+    ],
+)
+def test_a_checkpoint_that_its_headers_show_to_be_wrong_is_found_before_any_rank_starts(
+    change: Callable[[Tensors], Tensors],
+    keys: dict[str, Any],
+    said: str,
+    command: Command,
+    tmp_path: Path,
+    no_ranks: None,
+) -> None:
+    source = tiny_checkpoint("qwen2_moe")
+    folder = copy_with_tensors(source, tmp_path / "model", change(read_tensors(source)))
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | keys))
+    path = write_config(tmp_path, TINY)
+    status, text = command("run", str(path), "--set", "model.checkpoint=model")
+    assert status == 2, text
+    assert said in text
+    assert text.count("\n") == 1
+
+
+def test_a_whole_checkpoint_passes_the_look_before_the_start(tmp_path: Path) -> None:
+    from ep_runtime.launch.preflight import check_before_start
+    from ep_runtime.launch.run_config import load_run_config
+
+    for family in FAMILY_NAMES:
+        override = f"model.checkpoint={tiny_checkpoint(family)}"
+        check_before_start(load_run_config(write_config(tmp_path, TINY), [override]))
 
 
 def test_a_checkpoint_of_an_unknown_family_lists_the_known_ones(

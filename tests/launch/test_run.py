@@ -32,6 +32,7 @@ def passed_report(finished: subprocess.CompletedProcess[str], folder: Path) -> d
 
 def test_run_starts_two_ranks_and_compares_logits_and_tokens(tmp_path: Path) -> None:
     config = write_config(tmp_path, TINY, prompts="one prompt for two ranks\n")
+    (tmp_path / "here").mkdir()
     finished = run_to_end(["run", str(config), "--json", "here/out.json"], tmp_path)
     report = passed_report(finished, tmp_path)
     assert json.loads((tmp_path / "here" / "out.json").read_text()) == report

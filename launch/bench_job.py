@@ -1,0 +1,170 @@
+"""The benchmark on one rank: build the backends, measure them in turn, gather, and report."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from ep_runtime.all2all.base import ExpertPlacement, RoutedTokens
+from ep_runtime.all2all.registry import backend_names
+from ep_runtime.config import MoEConfig
+from ep_runtime.distributed import EPContext
+from ep_runtime.launch.bench_config import BenchConfig
+from ep_runtime.launch.bench_contender import Contender, Skipped, backends_of, build_contender
+from ep_runtime.launch.bench_gather import gather_values, start_together
+from ep_runtime.launch.bench_inputs import Case, Load, cases_of, load_of, make_input_sets
+from ep_runtime.launch.bench_link import LinkLimits, measure_link
+from ep_runtime.launch.bench_plot import write_plot
+from ep_runtime.launch.bench_record import build_record, case_entry, print_record
+from ep_runtime.launch.bench_statistics import max_over_ranks, rotated, summarise
+from ep_runtime.launch.json_file import write_json
+from ep_runtime.launch.layer_job import TOLERANCES
+from ep_runtime.launch.report import Check
+
+RECORD_FILE = "bench.json"
+
+
+class BenchJob:
+    """All cases of a configuration on this rank."""
+
+    def __init__(self, config: BenchConfig, ctx: EPContext) -> None:
+        self.config, self.ctx = config, ctx
+        self.link: LinkLimits = measure_link(ctx.ep_group)
+        self.entries: list[dict[str, Any]] = []
+        self.checks: list[Check] = []
+
+    def run(self) -> dict[str, Any]:
+        """Measure everything; the record, equal on all ranks but for the environment."""
+        layers = list(self.config.layers())
+        is_shown = self.ctx.rank == 0
+        console = Console(stderr=True)
+        with Progress(
+            console=console, transient=True, disable=not (is_shown and console.is_terminal)
+        ) as progress:
+            num_cases = sum(len(cases_of(self.config, moe)) for moe in layers)
+            task = progress.add_task("cases", total=num_cases)
+            for moe in layers:
+                contenders, skipped = self._build(moe)
+                for case in cases_of(self.config, moe):
+                    self._measure(case, contenders, skipped)
+                    progress.advance(task)
+        names = gather_values(_device_name(self.ctx.device), self.ctx.ep_group)
+        return build_record(
+            self.config, names, link=self.link, entries=self.entries, checks=self.checks
+        )
+
+    def _build(self, moe: MoEConfig) -> tuple[list[Contender], dict[str, Skipped]]:
+        contenders: list[Contender] = []
+        skipped: dict[str, Skipped] = {}
+        for name in backends_of(self.config, backend_names()):
+            weights_of = contenders[0] if contenders else None
+            built = build_contender(name, moe, self.ctx, self.config, weights_of)
+            if isinstance(built, Skipped):
+                skipped[name] = built
+            else:
+                contenders.append(built)
+        return contenders, skipped
+
+    def _measure(
+        self, case: Case, contenders: Sequence[Contender], skipped: dict[str, Skipped]
+    ) -> None:
+        """One case: every backend once a round, in an order that the round rotates."""
+        config, group = self.config, self.ctx.ep_group
+        sets = make_input_sets(
+            case, ep_rank=group.rank, ep_size=group.size, seed=config.seed, device=group.device
+        )
+        self.checks += self._compare_outputs(case, contenders, sets)
+        probes = {}
+        seconds: dict[str, dict[str, list[float]]] = {}
+        part_skips: dict[str, dict[str, Skipped]] = {}
+        for contender in contenders:
+            start_together(group)
+            probes[contender.name], part_skips[contender.name] = contender.probes(case, sets)
+            seconds[contender.name] = {}
+        for index in range(config.rounds):
+            for contender in rotated(contenders, index):
+                for probe in probes[contender.name]:
+                    start_together(group)
+                    for part, measured in probe.run(config.iterations).items():
+                        seconds[contender.name].setdefault(part, []).extend(measured)
+        seconds_of_rank = gather_values(seconds, group)
+        for contender in contenders:
+            loads = self._loads(sets, contender.plan.placement)
+            actual = contender.actual() | {"shared_schedule": contender.schedule(case)}
+            for part in config.parts:
+                skip = part_skips[contender.name].get(part)
+                times = None
+                if skip is None:
+                    of_rank = [ranks[contender.name][part] for ranks in seconds_of_rank]
+                    times = summarise(max_over_ranks(of_rank))
+                self.entries.append(
+                    case_entry(
+                        case,
+                        contender.name,
+                        part,
+                        times=times,
+                        loads=loads,
+                        placement=contender.plan.placement,
+                        link=self.link,
+                        actual=actual,
+                        skip_reason=skip.reason if skip else None,
+                    )
+                )
+        for name, skip in skipped.items():
+            for part in config.parts:
+                self.entries.append(case_entry(case, name, part, skip_reason=skip.reason))
+
+    def _loads(self, sets: Sequence[RoutedTokens], placement: ExpertPlacement) -> list[Load]:
+        own = load_of(sets, placement)
+        return [Load(**values) for values in gather_values(asdict(own), self.ctx.ep_group)]
+
+    def _compare_outputs(
+        self, case: Case, contenders: Sequence[Contender], sets: Sequence[RoutedTokens]
+    ) -> list[Check]:
+        """That all backends compute the same layer: each against the first, the worst rank."""
+        checks: list[Check] = []
+        first: tuple[str, torch.Tensor] | None = None
+        for contender in contenders:
+            output = contender.output(case, sets[0])
+            if output is None:
+                continue
+            if first is None:
+                first = contender.name, output.float()
+                continue
+            error = torch.linalg.norm(output.float() - first[1]) / torch.linalg.norm(first[1])
+            errors = gather_values(float(error), self.ctx.ep_group)
+            worst = float("nan") if any(e != e for e in errors) else max(errors)
+            sizes = ", ".join(f"{key} {value}" for key, value in case.sizes().items())
+            name = f"{contender.name} against {first[0]}: relative error ({sizes})"
+            # Each may be off the exact result by the tolerance.
+            checks.append(Check(name, worst, 2 * TOLERANCES[case.moe.dtype]))
+        return checks
+
+
+def run_job(
+    config: BenchConfig, ctx: EPContext, *, json_file: Path | None, plot_file: Path | None
+) -> bool:
+    """Measure, and on rank 0 write and print what was measured; True where all checks passed."""
+    record = BenchJob(config, ctx).run()
+    if ctx.rank == 0:
+        write_json(Path(config.output_dir).expanduser() / RECORD_FILE, record)
+        write_json(json_file, record)
+        if plot_file is not None:
+            write_plot(record, plot_file)
+        print_record(record, Console())
+    return bool(record["passed"])
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """A record that `--json` or an output_dir holds."""
+    record: dict[str, Any] = json.loads(path.read_text())
+    return record
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
