@@ -153,7 +153,7 @@ class ModularKernel:
             shared = call.run_shared()
         at_join = shared[rows] if shared is not None and bias_kind is CombineBias.AT_JOIN else None
         with timer.phase("combine"):
-            part = combining.wait(at_join) if at_join is not None else combining.wait()
+            part = combining.wait(at_join)
         if shared is not None and bias_kind is CombineBias.NONE:
             part.add_(shared[rows])
         return part, shared

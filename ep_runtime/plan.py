@@ -6,23 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ep_runtime.all2all.base import (
-    BackendCapabilities,
-    BackendShape,
-    ExpertPlacement,
-    shape_fault,
-)
-from ep_runtime.all2all.registry import backend_class, backend_names
+from ep_runtime.all2all.base import BackendCapabilities, BackendShape, ExpertPlacement
 from ep_runtime.config import MoEConfig, ParallelConfig, SharedExpertsConfig
-from ep_runtime.kernels.base import (
-    ActivationKind,
-    ExpertsCapabilities,
-    ExpertsKind,
-    ExpertsShape,
-)
-from ep_runtime.kernels.errors import PlanError
-from ep_runtime.kernels.registry import experts_class, experts_names
-from ep_runtime.machine import Machine, TritonMode
+from ep_runtime.kernels.base import ExpertsShape
+from ep_runtime.kernels.registry import experts_class
+from ep_runtime.machine import Machine
 from ep_runtime.ownership import (
     Owner,
     Ownership,
@@ -32,18 +20,8 @@ from ep_runtime.ownership import (
     decide_ownership,
 )
 from ep_runtime.placement import place_experts
+from ep_runtime.selection import Rejection, choose_kernels
 from ep_runtime.shared_expert import SharedExpert
-
-_ONLY_BY_NAME = "Triton's interpreter is for tests; name it to use it all the same"
-
-
-@dataclass(frozen=True)
-class Rejection:
-    """An alternative that was not picked. kind: backend | experts | owner."""
-
-    kind: str
-    name: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -151,7 +129,7 @@ def resolve_plan(
         max_tokens_per_rank=parallel.max_tokens_per_rank,
         placement=placement,
     )
-    backend, kernel, rejections = _choose(moe, parallel, machine, experts, shape)
+    backend, kernel, rejections = choose_kernels(moe, parallel, machine, experts, shape)
     ownership = decide_ownership(
         SharedExpertQuestion(
             has_shared_expert=moe.has_shared_expert,
@@ -180,157 +158,6 @@ def resolve_plan(
             for rank in range(parallel.ep_size)
         ),
     )
-
-
-def _choose(
-    moe: MoEConfig, parallel: ParallelConfig, machine: Machine, experts: str, shape: BackendShape
-) -> tuple[BackendCapabilities, ExpertsCapabilities, tuple[Rejection, ...]]:
-    """The first usable pair, in the registries' order, of those that the user's names allow."""
-    named_backend, named_experts = parallel.all2all_backend, experts
-    backends = [
-        backend_class(name).capabilities
-        for name in (backend_names() if named_backend == "auto" else (named_backend,))
-    ]
-    kernels = [
-        experts_class(name).capabilities
-        for name in (experts_names() if named_experts == "auto" else (named_experts,))
-    ]
-    backend_faults = {
-        b.name: _backend_fault(b, shape, machine, by_name=named_backend != "auto") for b in backends
-    }
-    kernel_faults = {
-        k.name: _experts_fault(k, moe, machine, by_name=named_experts != "auto") for k in kernels
-    }
-    if named_backend != "auto" and (fault := backend_faults[named_backend]):
-        raise PlanError(f"all2all_backend {named_backend} cannot be used: {fault}")
-    if named_experts != "auto" and (fault := kernel_faults[named_experts]):
-        raise PlanError(f"experts {named_experts} cannot be used: {fault}")
-
-    usable_backends = [b for b in backends if backend_faults[b.name] is None]
-    usable_kernels = [k for k in kernels if kernel_faults[k.name] is None]
-    pair_faults = {
-        (b.name, k.name): _pair_fault(b, k, parallel)
-        for b in usable_backends
-        for k in usable_kernels
-    }
-    for backend in usable_backends:
-        for kernel in usable_kernels:
-            if pair_faults[backend.name, kernel.name] is None:
-                with_kernel = {n: pair_faults.get((n, kernel.name)) for n in backend_faults}
-                with_backend = {n: pair_faults.get((backend.name, n)) for n in kernel_faults}
-                rejections = (
-                    *_rejections("backend", backend.name, backend_faults, with_kernel),
-                    *_rejections("experts", kernel.name, kernel_faults, with_backend),
-                )
-                return backend, kernel, rejections
-    faults = [f"backend {n}: {f}" for n, f in backend_faults.items() if f]
-    faults += [f"experts {n}: {f}" for n, f in kernel_faults.items() if f]
-    faults += [fault for fault in pair_faults.values() if fault]
-    raise PlanError("no backend and experts kernel fit together: " + "; ".join(faults))
-
-
-def _rejections(
-    kind: str,
-    chosen: str,
-    faults: dict[str, str | None],
-    pair_faults: dict[str, str | None],
-) -> Iterator[Rejection]:
-    """Why each candidate but the chosen one was not picked: its own fault, else the one it has
-    with the other side's choice."""
-    for name, fault in faults.items():
-        if name != chosen:
-            why = fault or pair_faults[name] or f"usable, but {chosen} comes first in auto's order"
-            yield Rejection(kind, name, why)
-
-
-def _backend_fault(
-    backend: BackendCapabilities, shape: BackendShape, machine: Machine, *, by_name: bool
-) -> str | None:
-    fault = shape_fault(backend, shape) or _device_fault(
-        backend.device_types, backend.needs_triton, backend.needs_package, machine
-    )
-    return fault if fault or by_name else _auto_fault(backend, shape, machine)
-
-
-def _auto_fault(backend: BackendCapabilities, shape: BackendShape, machine: Machine) -> str | None:
-    """Why `auto` passes over a backend that would be used if it were named."""
-    if backend.needs_triton and machine.triton is TritonMode.INTERPRETER:
-        return _ONLY_BY_NAME
-    if backend.needs_peer_access and not machine.nvlink:
-        known = "unknown whether" if machine.nvlink is None else "not so that"
-        return f"it is {known} NVLink joins every two devices; name it to use it all the same"
-    ep_size = shape.placement.ep_size
-    if backend.needs_peer_access and machine.num_devices % ep_size:
-        return (
-            f"an EP group of {ep_size} ranks does not lie within one host of "
-            f"{machine.num_devices} devices; name it to use it all the same"
-        )
-    limit, wanted = backend.auto_max_tokens, shape.max_tokens_per_rank
-    if limit is not None and wanted > limit:
-        return f"it is for decode: max_tokens_per_rank ({wanted}) is above {limit}"
-    return None
-
-
-def _experts_fault(
-    kernel: ExpertsCapabilities, moe: MoEConfig, machine: Machine, *, by_name: bool
-) -> str | None:
-    if moe.torch_dtype not in kernel.dtypes:
-        names = sorted(str(dtype).removeprefix("torch.") for dtype in kernel.dtypes)
-        return f"dtype {moe.dtype} is not among its {', '.join(names)}"
-    if ActivationKind(moe.activation) not in kernel.activations:
-        return (
-            f"activation {moe.activation} is not among its {', '.join(sorted(kernel.activations))}"
-        )
-    if "none" not in kernel.schemes:
-        return f"it takes weights stored as {', '.join(sorted(kernel.schemes))}, not unquantised"
-    if moe.expert_bias and not kernel.supports_bias:
-        return "it has no bias, and expert_bias is true"
-    if moe.apply_router_weight_on_input and kernel.kind is ExpertsKind.MONOLITHIC:
-        return "it is monolithic and weighs results, and apply_router_weight_on_input is true"
-    if not kernel.concurrency:
-        return "it declares no concurrency rule"
-    fault = _device_fault(kernel.device_types, kernel.needs_triton, kernel.needs_package, machine)
-    interpreted = kernel.needs_triton and machine.triton is TritonMode.INTERPRETER
-    if fault is None and interpreted and not by_name:
-        return _ONLY_BY_NAME
-    return fault
-
-
-def _device_fault(
-    device_types: frozenset[str], needs_triton: bool, needs_package: str | None, machine: Machine
-) -> str | None:
-    if machine.device_type not in device_types:
-        return (
-            f"it runs on {', '.join(sorted(device_types))}, and the device is {machine.device_type}"
-        )
-    if needs_triton and machine.triton is TritonMode.UNUSABLE:
-        if machine.device_type == "cpu":
-            return (
-                "it needs Triton, which runs on a CPU only where TRITON_INTERPRET=1 was set "
-                "before the process started"
-            )
-        return "it needs Triton, which is not installed; pip install triton"
-    if needs_package and needs_package not in machine.packages:
-        return f"it needs the package {needs_package}, which is not installed"
-    return None
-
-
-def _pair_fault(
-    backend: BackendCapabilities, kernel: ExpertsCapabilities, parallel: ParallelConfig
-) -> str | None:
-    if kernel.kind is ExpertsKind.MONOLITHIC:
-        if parallel.ep_size > 1 and not backend.gathers_rows:
-            return (
-                f"experts {kernel.name} is monolithic and needs rows and router logits gathered, "
-                f"which backend {backend.name} does not do; use all2all_backend: naive"
-            )
-        return None
-    if backend.format not in kernel.formats:
-        return (
-            f"backend {backend.name} delivers {backend.format} rows, and experts {kernel.name} "
-            f"takes {', '.join(sorted(kernel.formats))}; change all2all_backend or experts"
-        )
-    return None
 
 
 def _rejected_owners(ownership: Ownership, backend: BackendCapabilities) -> Iterator[Rejection]:
