@@ -89,6 +89,11 @@ def raise_rank_failure(group: EPGroup, error: Exception) -> NoReturn:
         group.check_wait(waited_s)
         time.sleep(0.05)
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if "imed out" in reason:
+        raise RankFailure(
+            f"rank {group.rank} of a group of {group.size} had no answer from another rank within "
+            f"parallel.timeout_s; raise it if a rank may be that slow ({reason})"
+        ) from error
     raise RankFailure(
         f"communication of EP rank {group.rank} of {group.size} broke and no rank reported why: "
         f"{reason}"

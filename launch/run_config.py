@@ -202,7 +202,8 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
         merged = merge_overrides(values, given)
         config = RunConfig(**merged)
     except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from None
+        with_set = "".join(f" --set {override}" for override in overrides)
+        raise ConfigError(f"{file}{with_set}: {error}") from None
     return config
 
 

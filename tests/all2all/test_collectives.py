@@ -116,3 +116,13 @@ def backends_of(ctx: EPContext) -> list[str | None]:
 def test_the_backend_for_a_device_type_is_known() -> None:
     cpu, other, _ = run_ranks(backends_of, ParallelConfig(dp_size=2, device="cpu"))[0]
     assert (cpu, other) == ("gloo", None)
+
+
+def test_a_wait_that_runs_out_names_the_key_that_bounds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "NAMING_WAIT_S", 0.0)
+    alone = EPGroup(None, 0, 2, torch.device("cpu"))
+    late = RuntimeError("[unbound_buffer.cc] Timed out waiting 5000ms for send operation")
+    with pytest.raises(RankFailure, match=r"parallel\.timeout_s; raise it"):
+        collectives.raise_rank_failure(alone, late)
+    with pytest.raises(RankFailure, match="no rank reported why"):
+        collectives.raise_rank_failure(alone, RuntimeError("Connection closed by peer"))
