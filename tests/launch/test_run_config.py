@@ -214,6 +214,10 @@ def test_yaml_and_command_line_get_the_same_verdict(key: str, value: Any) -> Non
     with tempfile.TemporaryDirectory() as name:
         path = Path(name, "run.yaml")
         path.write_text(json.dumps(base))
-        from_command_line = verdict(path, [f"{key}={json.dumps(value)}"])
+        override = f"{key}={json.dumps(value)}"
+        from_command_line = verdict(path, [override])
+        if isinstance(from_command_line, str):  # which also says where the key was given
+            assert from_command_line.startswith(f"{path} --set {override}: ")
+            from_command_line = from_command_line.replace(f" --set {override}", "", 1)
         path.write_text(json.dumps(changed))
         assert verdict(path) == from_command_line
