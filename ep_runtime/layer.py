@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from ep_runtime.agreement import agree_plan
-from ep_runtime.all2all.base import BackendShape, GatheringBackend
+from ep_runtime.all2all.base import GatheringBackend
+from ep_runtime.all2all.expert_ids import local_expert_map
 from ep_runtime.config import MoEConfig, SharedExpertsConfig
 from ep_runtime.distributed import EPContext, tp_slice
 from ep_runtime.kernels.base import (
@@ -62,8 +63,8 @@ class LayerStats:
 class MoELayer(nn.Module):
     """A Mixture-of-Experts layer that holds this rank's experts only.
 
-    Building it is a collective of its EP group: ranks that disagree about the plan all raise
-    PlanError. Fill the weights with `load_experts`, or in place and then `finish_loading`.
+    Building it is a collective of its EP and TP groups: ranks that disagree about the plan all
+    raise PlanError. Fill the weights with `load_experts`, or in place and then `finish_loading`.
 
     w13: [E_local, 2I, H], gate rows first, then up ([E_local, I, H] where not gated);
     w2: [E_local, H, I]; w13_bias, w2_bias: [E_local, 2I], [E_local, H] or None, in the layer's
@@ -97,10 +98,11 @@ class MoELayer(nn.Module):
         self.placement = plan.placement
         self.local_expert_ids = plan.placement.experts_of(ctx.ep_rank)
         self._allocate_weights(moe, ctx.device)
+        self._expert_map = local_expert_map(plan.placement, ctx.ep_group)
         self.router = Router(moe, ctx.device)
         self.shared = SharedExpert(moe, ctx.device) if moe.has_shared_expert else None
         self._timer = PhaseTimer(ctx.streams)
-        kernel = self._build_kernel(moe, plan, ctx)
+        kernel = self._build_kernel(plan, ctx)
         self._runner = MoERunner(
             plan,
             router=self.router,
@@ -128,24 +130,12 @@ class MoELayer(nn.Module):
         self.w2 = weight(num_local, hidden, width)
         self.w13_bias = weight(num_local, rows13) if moe.expert_bias else None
         self.w2_bias = weight(num_local, hidden) if moe.expert_bias else None
-        expert_map = torch.full((moe.num_experts,), -1, dtype=torch.int32)
-        expert_map[list(self.local_expert_ids)] = torch.arange(num_local, dtype=torch.int32)
-        self._expert_map = expert_map.to(device)
 
-    def _build_kernel(
-        self, moe: MoEConfig, plan: Plan, ctx: EPContext
-    ) -> ModularKernel | MonolithicKernel:
+    def _build_kernel(self, plan: Plan, ctx: EPContext) -> ModularKernel | MonolithicKernel:
         experts = experts_class(plan.experts)(plan.experts_shape(ctx.ep_rank))
         limit = ctx.parallel.max_tokens_per_rank
         ctx.workspace.reserve(experts.workspace_bytes(ctx.parallel.ep_size * limit))
-        shape = BackendShape(
-            num_experts=moe.num_experts,
-            hidden_size=moe.hidden_size,
-            top_k=moe.top_k,
-            dtype=moe.torch_dtype,
-            max_tokens_per_rank=limit,
-            placement=plan.placement,
-        )
+        shape = plan.backend_shape()
         self._experts = experts
         if isinstance(experts, MonolithicExperts):
             gathering: Any = ctx.backend(plan.backend, shape) if ctx.ep_group.size > 1 else None

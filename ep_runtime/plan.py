@@ -67,6 +67,10 @@ class Plan:
         """What the experts kernel of a rank is built for."""
         return _experts_shape(self.moe, self.placement.num_local_experts(ep_rank))
 
+    def backend_shape(self) -> BackendShape:
+        """What the backend is built for."""
+        return _backend_shape(self.moe, self.parallel, self.placement)
+
     def to_dict(self) -> dict[str, Any]:
         """The whole plan as JSON values."""
         return {
@@ -121,14 +125,7 @@ def resolve_plan(
     """
     shared_experts = shared_experts or SharedExpertsConfig()
     placement = place_experts(parallel.expert_placement_strategy, moe.num_experts, parallel.ep_size)
-    shape = BackendShape(
-        num_experts=moe.num_experts,
-        hidden_size=moe.hidden_size,
-        top_k=moe.top_k,
-        dtype=moe.torch_dtype,
-        max_tokens_per_rank=parallel.max_tokens_per_rank,
-        placement=placement,
-    )
+    shape = _backend_shape(moe, parallel, placement)
     backend, kernel, rejections = choose_kernels(moe, parallel, machine, experts, shape)
     ownership = decide_ownership(
         SharedExpertQuestion(
@@ -176,6 +173,19 @@ def _rejected_owners(ownership: Ownership, backend: BackendCapabilities) -> Iter
             f"backend {backend.name} leaves its communication in flight around the shared expert, "
             f"on the compute stream",
         )
+
+
+def _backend_shape(
+    moe: MoEConfig, parallel: ParallelConfig, placement: ExpertPlacement
+) -> BackendShape:
+    return BackendShape(
+        num_experts=moe.num_experts,
+        hidden_size=moe.hidden_size,
+        top_k=moe.top_k,
+        dtype=moe.torch_dtype,
+        max_tokens_per_rank=parallel.max_tokens_per_rank,
+        placement=placement,
+    )
 
 
 def _experts_shape(moe: MoEConfig, num_local_experts: int) -> ExpertsShape:
