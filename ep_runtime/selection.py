@@ -11,6 +11,7 @@ from ep_runtime.all2all.registry import backend_class, backend_names
 from ep_runtime.config import MoEConfig, ParallelConfig
 from ep_runtime.kernels.base import ActivationKind, ExpertsCapabilities, ExpertsKind
 from ep_runtime.kernels.errors import PlanError
+from ep_runtime.kernels.quant.scheme import WeightScheme
 from ep_runtime.kernels.registry import experts_class, experts_names
 from ep_runtime.machine import Machine, TritonMode
 
@@ -125,7 +126,7 @@ def _experts_fault(
         return (
             f"activation {moe.activation} is not among its {', '.join(sorted(kernel.activations))}"
         )
-    if "none" not in kernel.schemes:
+    if WeightScheme.NONE not in kernel.schemes:
         return f"it takes weights stored as {', '.join(sorted(kernel.schemes))}, not unquantised"
     if moe.expert_bias and not kernel.supports_bias:
         return "it has no bias, and expert_bias is true"

@@ -15,6 +15,13 @@ import torch
 from torch import Tensor
 
 from ep_runtime.kernels.errors import ConfigError
+from ep_runtime.kernels.quant.scheme import (
+    UNQUANTISED,
+    QuantParameters,
+    QuantScheme,
+    RowScheme,
+    WeightScheme,
+)
 from ep_runtime.kernels.workspace import Workspace
 
 
@@ -104,16 +111,19 @@ class InputFormat(StrEnum):
 class StandardExpertInput:
     """Rows as they landed, each with its slots on this rank.
 
-    hidden_states: [R, H] contiguous rows; R may be 0.
+    hidden_states: [R, H] contiguous rows; R may be 0. In the layer's dtype, or e4m3 with scales.
     topk_ids: [R, K] int32 local expert ids in [0, E_local); -1 for a slot that is not here.
     topk_weights: [R, K] float32 router weights; meaningless where the id is -1.
     num_rows: [1] int32 on the device, rows from it on are unwritten memory; None: all R are rows.
+    scales: None, or of e4m3 rows [R, ceil(H / 128)] float32: what each group of columns is
+    multiplied by.
     """
 
     hidden_states: Tensor
     topk_ids: Tensor
     topk_weights: Tensor
     num_rows: Tensor | None = None
+    scales: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -124,11 +134,13 @@ class BatchedExpertInput:
     num_rows_per_expert: [E_local] int32 on the device.
     num_source_rows: how many rows of all ranks these are copies of, so that at most top_k times as
     many are here; None where the host does not know.
+    scales: None, or of e4m3 rows [E_local, capacity, ceil(H / 128)] float32, any strides.
     """
 
     hidden_states: Tensor
     num_rows_per_expert: Tensor
     num_source_rows: int | None = None
+    scales: Tensor | None = None
 
 
 ExpertInput = StandardExpertInput | BatchedExpertInput
@@ -136,17 +148,20 @@ ExpertInput = StandardExpertInput | BatchedExpertInput
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The weights of one rank's experts, in the layer's dtype.
+    """The weights of one rank's experts, in the layer's dtype or as its scheme stores them.
 
     w13: [E_local, 2I, H], gate rows first, then up ([E_local, I, H] where not gated).
     w2: [E_local, H, I].
     w13_bias: [E_local, 2I] (or [E_local, I]) and w2_bias: [E_local, H], both or neither.
+    w13_quant, w2_quant: of a quantised scheme, both; the values then are as `QuantizedTensor` says.
     """
 
     w13: Tensor
     w2: Tensor
     w13_bias: Tensor | None = None
     w2_bias: Tensor | None = None
+    w13_quant: QuantParameters | None = None
+    w2_quant: QuantParameters | None = None
 
 
 @dataclass(frozen=True)
@@ -160,6 +175,7 @@ class ExpertsShape:
     activation: Activation
     dtype: torch.dtype
     has_bias: bool = False
+    scheme: QuantScheme = UNQUANTISED
 
 
 class ExpertsKind(StrEnum):
@@ -171,7 +187,7 @@ class ExpertsKind(StrEnum):
 class ExpertsCapabilities:
     """What an experts kernel declares; the resolver reads nothing else of it.
 
-    schemes: weight storage it takes, "none" for unquantised.
+    schemes: weight storage it takes. rows: how rows may be stored that it is given.
     needs_triton: its launches go through Triton (on a CPU: through the interpreter).
     concurrency: rules in order of rising max_tokens; received rows are what is counted.
     """
@@ -182,7 +198,8 @@ class ExpertsCapabilities:
     dtypes: frozenset[torch.dtype]
     device_types: frozenset[str]
     activations: frozenset[ActivationKind]
-    schemes: frozenset[str] = frozenset({"none"})
+    schemes: frozenset[WeightScheme] = frozenset({WeightScheme.NONE})
+    rows: frozenset[RowScheme] = frozenset({RowScheme.MODEL})
     supports_bias: bool = False
     needs_triton: bool = False
     needs_package: str | None = None

@@ -21,6 +21,7 @@ from ep_runtime.distributed import EPContext
 from ep_runtime.kernels import registry as experts_registry
 from ep_runtime.kernels.base import Concurrency, ConcurrencyRule, InputFormat
 from ep_runtime.kernels.errors import ConfigError, PlanError, RankFailure
+from ep_runtime.kernels.quant.scheme import WeightScheme
 from ep_runtime.kernels.registry import experts_class, experts_names
 from ep_runtime.layer import MoELayer
 from ep_runtime.machine import Machine, TritonMode
@@ -591,11 +592,13 @@ def test_a_certificate_needs_evidence_and_rules_rise() -> None:
 
 def test_a_kernel_of_quantised_weights_only_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     capabilities = replace(
-        experts_class("reference").capabilities, name="fp8", schemes=frozenset({"fp8"})
+        experts_class("reference").capabilities,
+        name="fp8",
+        schemes=frozenset({WeightScheme.FP8_BLOCK}),
     )
     cls = type("Fp8", (experts_class("reference"),), {"capabilities": capabilities})
     monkeypatch.setitem(experts_registry._registered, "fp8", cls)
-    with pytest.raises(PlanError, match="weights stored as fp8, not unquantised"):
+    with pytest.raises(PlanError, match="weights stored as fp8_block, not unquantised"):
         _plan(experts="fp8")
 
 

@@ -109,10 +109,13 @@ def _empty(*size: int, dtype: torch.dtype) -> torch.Tensor:
 def _weights(shape: ExpertsShape) -> ExpertWeights:
     num_experts, hidden, inner = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
     projected = 2 * inner if shape.activation.is_gated else inner
-    sizes: list[tuple[int, ...]] = [(num_experts, projected, hidden), (num_experts, hidden, inner)]
-    if shape.has_bias:
-        sizes += [(num_experts, projected), (num_experts, hidden)]
-    return ExpertWeights(*(_empty(*size, dtype=shape.dtype) for size in sizes))
+    empty = partial(_empty, dtype=shape.dtype)
+    return ExpertWeights(
+        w13=empty(num_experts, projected, hidden),
+        w2=empty(num_experts, hidden, inner),
+        w13_bias=empty(num_experts, projected) if shape.has_bias else None,
+        w2_bias=empty(num_experts, hidden) if shape.has_bias else None,
+    )
 
 
 def gate_cases() -> list[tuple[ExpertsShape, int, bool]]:
