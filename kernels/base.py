@@ -166,7 +166,11 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class ExpertsShape:
-    """What a kernel is built for; fixed for the life of a layer."""
+    """What a kernel is built for; fixed for the life of a layer.
+
+    num_experts: of the layer, those of other ranks included, among which rows spread; None: the
+    local ones are all.
+    """
 
     num_local_experts: int
     hidden_size: int
@@ -176,6 +180,7 @@ class ExpertsShape:
     dtype: torch.dtype
     has_bias: bool = False
     scheme: QuantScheme = UNQUANTISED
+    num_experts: int | None = None
 
 
 class ExpertsKind(StrEnum):

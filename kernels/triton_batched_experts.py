@@ -8,7 +8,11 @@ standard format; rows stay where the backend put them.
 import torch
 from torch import Tensor
 
-from ep_runtime.kernels.align import align_batched_rows, align_batched_workspace_bytes
+from ep_runtime.kernels.align_blocks import (
+    align_batched_rows,
+    align_batched_workspace_bytes,
+    max_batched_tiles,
+)
 from ep_runtime.kernels.base import (
     ActivationKind,
     BatchedExpertInput,
@@ -22,9 +26,17 @@ from ep_runtime.kernels.base import (
     ModularExperts,
 )
 from ep_runtime.kernels.errors import PlanError
-from ep_runtime.kernels.grouped_gemm import project_down, project_gate_up
-from ep_runtime.kernels.tiles import choose_tiles
-from ep_runtime.kernels.workspace import Workspace, aligned_bytes
+from ep_runtime.kernels.grouped_gemm import GemmRows, project_down, project_gate_up
+from ep_runtime.kernels.quant.scheme import RowScheme, WeightScheme
+from ep_runtime.kernels.tiles import BLOCK_M_HEIGHTS, choose_tiles
+from ep_runtime.kernels.triton_operands import (
+    activated_bytes,
+    prepare_triton_weights,
+    quantised_rows_bytes,
+    rows_for,
+    take_activated,
+)
+from ep_runtime.kernels.workspace import Workspace
 
 
 class TritonBatchedExperts(ModularExperts):
@@ -40,6 +52,8 @@ class TritonBatchedExperts(ModularExperts):
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         device_types=frozenset({"cpu", "cuda"}),
         activations=frozenset(ActivationKind),
+        schemes=frozenset({WeightScheme.NONE, WeightScheme.FP8_BLOCK, WeightScheme.FP8_CHANNEL}),
+        rows=frozenset(RowScheme),
         supports_bias=True,
         needs_triton=True,
         concurrency=(
@@ -52,15 +66,24 @@ class TritonBatchedExperts(ModularExperts):
         ),
     )
 
+    def prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
+        """Rows that TMA can read; copies only what is not so already."""
+        return prepare_triton_weights(weights)
+
     def workspace_bytes(self, max_rows: int) -> int:
-        """Exactly what a call with a capacity of `max_rows` takes; smaller ones take no more."""
+        """Enough for a call with a capacity of `max_rows` or less, whatever its tiles."""
         shape = self.shape
         num_rows = max_rows * shape.num_local_experts
         if num_rows == 0:
             return 0
-        return align_batched_workspace_bytes(max_rows, shape.num_local_experts) + aligned_bytes(
-            num_rows * shape.intermediate_size * shape.dtype.itemsize
-        )
+        num_experts = shape.num_local_experts
+
+        def position_bytes(height: int) -> int:
+            positions = max_batched_tiles(num_experts, max_rows, height) * height
+            table_bytes = align_batched_workspace_bytes(num_experts, max_rows, height)
+            return table_bytes + activated_bytes(positions, shape)
+
+        return max(map(position_bytes, BLOCK_M_HEIGHTS)) + quantised_rows_bytes(num_rows, shape)
 
     def run(
         self, expert_input: ExpertInput, weights: ExpertWeights, workspace: Workspace
@@ -74,32 +97,44 @@ class TritonBatchedExperts(ModularExperts):
             raise PlanError(
                 "experts: triton_batched takes the batched format; choose experts: triton"
             )
+        shape = self.shape
         num_experts, capacity, hidden_size = expert_input.hidden_states.shape
-        rows = expert_input.hidden_states.flatten(0, 1)
+        scales = expert_input.scales
+        rows = GemmRows(
+            expert_input.hidden_states.flatten(0, 1),
+            None if scales is None else scales.flatten(0, 1),
+        )
         output = torch.empty(
-            (num_experts, capacity, hidden_size), dtype=rows.dtype, device=rows.device
+            (num_experts, capacity, hidden_size), dtype=shape.dtype, device=rows.values.device
         )
         if output.numel() == 0 or expert_input.num_source_rows == 0:
             return output
         # In decode far fewer rows come than the capacity allows.
         num_source_rows = expert_input.num_source_rows
-        most_rows = capacity if num_source_rows is None else min(capacity, num_source_rows)
-        tiles = choose_tiles(most_rows, self.shape)
+        tiles = choose_tiles(capacity if num_source_rows is None else num_source_rows, shape)
         with workspace.frame():
             aligned = align_batched_rows(
                 expert_input,
                 block_m=tiles.block_m,
                 workspace=workspace,
-                max_rows=None if num_source_rows is None else num_source_rows * self.shape.top_k,
+                max_rows=None if num_source_rows is None else num_source_rows * shape.top_k,
             )
-            activated = workspace.take((len(rows), self.shape.intermediate_size), rows.dtype)
+            activated = take_activated(aligned.max_tiles * tiles.block_m, shape, workspace)
             project_gate_up(
-                rows,
+                rows_for(rows, shape, workspace),
                 weights,
                 aligned,
-                activation=self.shape.activation,
-                tiles=tiles,
+                top_k=1,
+                activation=shape.activation,
+                tiles=tiles.gate_up,
                 out=activated,
             )
-            project_down(activated, weights, aligned, tiles=tiles, out=output.flatten(0, 1))
+            project_down(
+                activated,
+                weights,
+                aligned,
+                slot_weights=None,
+                tiles=tiles.down,
+                out=output.flatten(0, 1),
+            )
         return output

@@ -1,13 +1,14 @@
-"""Experts as Triton kernels: align, two grouped GEMMs, weighted sum; for the standard format.
+"""Experts as Triton kernels: align, two grouped GEMMs, sum; for the standard format.
 
-Five steps on one stream, none of which waits for the device, all scratch from the workspace: so a
-call can be captured into a CUDA graph and runs beside other work.
+Four launches on one stream (with fp8 weights and rows that are not fp8 yet, five), none of which
+waits for the device, all scratch from the workspace: so a call can be captured into a CUDA graph
+and runs beside other work.
 """
 
 import torch
 from torch import Tensor
 
-from ep_runtime.kernels.align import align_slots, align_workspace_bytes
+from ep_runtime.kernels.align_blocks import align_slots, align_workspace_bytes, max_tiles
 from ep_runtime.kernels.base import (
     ActivationKind,
     Concurrency,
@@ -21,12 +22,20 @@ from ep_runtime.kernels.base import (
     StandardExpertInput,
 )
 from ep_runtime.kernels.errors import PlanError
-from ep_runtime.kernels.grouped_gemm import project_down, project_gate_up
-from ep_runtime.kernels.tiles import choose_tiles
-from ep_runtime.kernels.weighted_sum import sum_weighted_slots
+from ep_runtime.kernels.grouped_gemm import GemmRows, project_down, project_gate_up
+from ep_runtime.kernels.quant.scheme import RowScheme, WeightScheme
+from ep_runtime.kernels.sum_slots import sum_slots
+from ep_runtime.kernels.tiles import BLOCK_M_HEIGHTS, choose_tiles
+from ep_runtime.kernels.triton_operands import (
+    activated_bytes,
+    prepare_triton_weights,
+    quantised_rows_bytes,
+    rows_for,
+    take_activated,
+)
 from ep_runtime.kernels.workspace import Workspace, aligned_bytes
 
-# Bounds the workspace, which holds every slot's float32 output: 1.8 GiB of those at hidden 7168.
+# Bounds the workspace, which holds every slot's output: 0.9 GiB of those at hidden 7168 in bf16.
 # A pass of so many slots is limited by arithmetic, so reading the weights again costs little.
 MAX_SLOTS_PER_PASS = 65536
 
@@ -44,6 +53,8 @@ class TritonExperts(ModularExperts):
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         device_types=frozenset({"cpu", "cuda"}),
         activations=frozenset(ActivationKind),
+        schemes=frozenset({WeightScheme.NONE, WeightScheme.FP8_BLOCK, WeightScheme.FP8_CHANNEL}),
+        rows=frozenset(RowScheme),
         supports_bias=True,
         needs_triton=True,
         concurrency=(
@@ -55,28 +66,43 @@ class TritonExperts(ModularExperts):
         ),
     )
 
+    def prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
+        """Rows that TMA can read; copies only what is not so already."""
+        return prepare_triton_weights(weights)
+
     def workspace_bytes(self, max_rows: int) -> int:
-        """Exactly what a call of `max_rows` rows takes; calls of fewer rows take no more."""
+        """Enough for a call of `max_rows` rows or fewer, whatever tiles it is cut into."""
         shape = self.shape
-        num_slots = min(max_rows, self._rows_per_pass()) * shape.top_k
+        num_rows = min(max_rows, self._rows_per_pass())
+        num_slots = num_rows * shape.top_k
         if num_slots == 0 or shape.num_local_experts == 0:
             return 0
+        num_experts = shape.num_local_experts
+
+        def position_bytes(height: int) -> int:
+            positions = max_tiles(num_slots, num_experts, height) * height
+            table_bytes = align_workspace_bytes(num_slots, num_experts, height)
+            return table_bytes + activated_bytes(positions, shape)
+
         return (
-            align_workspace_bytes(num_slots, shape.num_local_experts)
-            + aligned_bytes(num_slots * shape.intermediate_size * shape.dtype.itemsize)
-            + aligned_bytes(num_slots * shape.hidden_size * torch.float32.itemsize)
+            max(map(position_bytes, BLOCK_M_HEIGHTS))
+            + quantised_rows_bytes(num_rows, shape)
+            + aligned_bytes(num_slots * shape.hidden_size * shape.dtype.itemsize)
         )
 
     def run(
         self, expert_input: ExpertInput, weights: ExpertWeights, workspace: Workspace
     ) -> Tensor:
-        """See `ModularExperts.run`; rows from num_rows on come out as 0."""
+        """See `ModularExperts.run`; rows from num_rows on come out as 0.
+
+        Each slot's weighted result is rounded to the layer's dtype before the float32 sum.
+        """
         if not isinstance(expert_input, StandardExpertInput):
             raise PlanError("experts: triton takes the standard format; choose experts: reference")
-        rows = expert_input.hidden_states
+        rows, dtype = expert_input.hidden_states, self.shape.dtype
         if expert_input.topk_ids.numel() == 0 or weights.w13.shape[0] == 0:
-            return torch.zeros(rows.shape, dtype=rows.dtype, device=rows.device)
-        output = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+            return torch.zeros(rows.shape, dtype=dtype, device=rows.device)
+        output = torch.empty(rows.shape, dtype=dtype, device=rows.device)
         for first in range(0, rows.shape[0], self._rows_per_pass()):
             part = slice(first, first + self._rows_per_pass())
             self._run_pass(_rows_of(expert_input, part), weights, workspace, output[part])
@@ -93,9 +119,9 @@ class TritonExperts(ModularExperts):
         output: Tensor,
     ) -> None:
         """Compute the rows of one pass into `output` [n, H]."""
-        rows, num_slots = expert_input.hidden_states, expert_input.topk_ids.numel()
+        shape, num_slots = self.shape, expert_input.topk_ids.numel()
         num_experts = weights.w13.shape[0]
-        tiles = choose_tiles(rows.shape[0], self.shape)
+        tiles = choose_tiles(expert_input.hidden_states.shape[0], shape)
         with workspace.frame():
             aligned = align_slots(
                 expert_input,
@@ -103,30 +129,38 @@ class TritonExperts(ModularExperts):
                 block_m=tiles.block_m,
                 workspace=workspace,
             )
-            activated = workspace.take((num_slots, self.shape.intermediate_size), rows.dtype)
+            rows = GemmRows(expert_input.hidden_states, expert_input.scales)
+            activated = take_activated(aligned.max_tiles * tiles.block_m, shape, workspace)
             project_gate_up(
-                rows,
+                rows_for(rows, shape, workspace),
                 weights,
                 aligned,
-                activation=self.shape.activation,
-                tiles=tiles,
+                top_k=shape.top_k,
+                activation=shape.activation,
+                tiles=tiles.gate_up,
                 out=activated,
             )
-            slot_outputs = workspace.take((num_slots, rows.shape[1]), torch.float32)
-            project_down(activated, weights, aligned, tiles=tiles, out=slot_outputs)
-            sum_weighted_slots(
-                slot_outputs, expert_input, num_local_experts=num_experts, out=output
+            slot_outputs = workspace.take((num_slots, shape.hidden_size), shape.dtype)
+            project_down(
+                activated,
+                weights,
+                aligned,
+                slot_weights=expert_input.topk_weights.contiguous().flatten(),
+                tiles=tiles.down,
+                out=slot_outputs,
             )
+            sum_slots(slot_outputs, expert_input, num_local_experts=num_experts, out=output)
 
 
 def _rows_of(expert_input: StandardExpertInput, part: slice) -> StandardExpertInput:
     """Some of the rows, as an input of their own."""
     if part.start == 0 and part.stop >= expert_input.hidden_states.shape[0]:
         return expert_input
-    num_rows = expert_input.num_rows
+    num_rows, scales = expert_input.num_rows, expert_input.scales
     return StandardExpertInput(
         hidden_states=expert_input.hidden_states[part],
         topk_ids=expert_input.topk_ids[part],
         topk_weights=expert_input.topk_weights[part],
         num_rows=None if num_rows is None else num_rows - part.start,
+        scales=None if scales is None else scales[part],
     )

@@ -36,11 +36,13 @@ class QuantScheme:
     group_size: elements along K that share a scale; None where the scheme fixes it (128 of
     fp8_block, 32 of mxfp4, 16 of nvfp4) or a whole row shares one.
     has_zero_points: int4 and int8 only; without them the codes are symmetric around 2^(bits-1).
+    has_input_order: int4 and int8 only; columns are stored in another order than x has them.
     """
 
     weight: WeightScheme = WeightScheme.NONE
     group_size: int | None = None
     has_zero_points: bool = False
+    has_input_order: bool = False
 
     @property
     def is_quantised(self) -> bool:

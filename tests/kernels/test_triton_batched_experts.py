@@ -7,16 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from ep_runtime.kernels.align import (
-    AlignedSlots,
-    align_batched_rows,
-    align_batched_rows_reference,
-    align_batched_workspace_bytes,
-    max_batched_tiles,
-)
+from ep_runtime.kernels.align_blocks import align_batched_rows_reference, max_batched_tiles
 from ep_runtime.kernels.base import BatchedExpertInput, ExpertWeights
 from ep_runtime.kernels.errors import PlanError
-from ep_runtime.kernels.grouped_gemm import project_down_reference, project_gate_up_reference
+from ep_runtime.kernels.grouped_gemm import (
+    GemmRows,
+    project_down_reference,
+    project_gate_up_reference,
+)
 from ep_runtime.kernels.reference_experts import ReferenceExperts
 from ep_runtime.kernels.triton_batched_experts import TritonBatchedExperts
 from ep_runtime.kernels.workspace import Workspace
@@ -54,11 +52,11 @@ def run(
     workspace = poisoned_workspace(device, num_bytes)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        output = kernel.run(expert_input, weights or case.weights(device), workspace)
+        prepared = kernel.prepare_weights(weights or case.weights(device))
+        output = kernel.run(expert_input, prepared, workspace)
     finally:
         torch.use_deterministic_algorithms(False)
     assert not workspace.overflowed
-    assert workspace.peak_bytes == num_bytes
     assert output.dtype is case.dtype
     assert output.is_contiguous()
     for expert, count in enumerate(expert_input.num_rows_per_expert.tolist()):
@@ -81,12 +79,19 @@ def test_the_reference_applies_each_expert_to_its_rows(device: torch.device) -> 
     expert_input, weights = batched_input(case, device), case.weights(device)
     rows = expert_input.hidden_states.flatten(0, 1)
     aligned = align_batched_rows_reference(expert_input, block_m=16)
-    activated = rows.new_full((len(rows), case.intermediate_size), torch.nan)
+    activated = rows.new_full((len(aligned.slots), case.intermediate_size), torch.nan)
     project_gate_up_reference(
-        rows, weights, aligned, activation=case.shape.activation, out=activated
+        GemmRows(rows),
+        weights,
+        aligned,
+        top_k=1,
+        activation=case.shape.activation,
+        out=activated,
     )
     output = torch.zeros_like(expert_input.hidden_states)
-    project_down_reference(activated, weights, aligned, out=output.flatten(0, 1))
+    project_down_reference(
+        GemmRows(activated), weights, aligned, slot_weights=None, out=output.flatten(0, 1)
+    )
     assert_close(output, reference(case, expert_input, weights))
 
 
@@ -182,41 +187,6 @@ def test_standard_input_is_refused_by_name(device: torch.device) -> None:
     kernel = TritonBatchedExperts(SMALL.shape)
     with pytest.raises(PlanError, match="triton_batched takes the batched format"):
         kernel.run(SMALL.expert_input(device), SMALL.weights(device), Workspace(device))
-
-
-def align(expert_input: BatchedExpertInput, block_m: int) -> AlignedSlots:
-    num_experts, capacity, _ = expert_input.hidden_states.shape
-    num_bytes = align_batched_workspace_bytes(capacity, num_experts)
-    workspace = poisoned_workspace(expert_input.hidden_states.device, num_bytes)
-    aligned = align_batched_rows(expert_input, block_m=block_m, workspace=workspace)
-    assert not workspace.overflowed
-    assert workspace.peak_bytes == num_bytes
-    return aligned
-
-
-@pytest.mark.parametrize("num_experts", [1, 3, 64, 257, 1025])
-@pytest.mark.parametrize(("capacity", "block_m"), [(1, 16), (16, 16), (33, 16), (300, 64)])
-def test_tiles_equal_their_definition(
-    num_experts: int, capacity: int, block_m: int, device: torch.device
-) -> None:
-    case = ExpertsCase("tiles", capacity, num_experts, hidden_size=1)
-    expert_input = batched_input(case, device)
-    aligned = align(expert_input, block_m)
-    expected = align_batched_rows_reference(expert_input, block_m=block_m)
-    num_tiles = int(expected.num_tiles)
-    assert int(aligned.num_tiles) == num_tiles <= aligned.max_tiles
-    assert torch.equal(aligned.expert_ends, expected.expert_ends)
-    assert torch.equal(aligned.tile_experts[:num_tiles], expected.tile_experts)
-    assert torch.equal(aligned.tile_starts[:num_tiles], expected.tile_starts)
-
-
-def test_more_rows_than_positions_can_number_are_refused() -> None:
-    rows = torch.empty(3, 2**30, 0)
-    counts = torch.zeros(3, dtype=torch.int32)
-    with pytest.raises(ValueError, match="lower max_tokens_per_rank"):
-        align_batched_rows(
-            BatchedExpertInput(rows, counts), block_m=16, workspace=Workspace(rows.device)
-        )
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Weight and sum each row's slots.
+"""Sum each row's slots, which are weighted already.
 
 Shapes: R rows, K slots a row, N = R * K slots, H hidden size, E local experts.
 """
@@ -15,43 +15,41 @@ from ep_runtime.kernels.base import StandardExpertInput
 from ep_runtime.kernels.interpreter import is_interpreting, prepare_launch
 
 
-def sum_weighted_slots(
+def sum_slots(
     slot_outputs: Tensor, expert_input: StandardExpertInput, *, num_local_experts: int, out: Tensor
 ) -> None:
-    """out[r] = sum over k of topk_weights[r, k] * slot_outputs[r * K + k], in float32, k rising.
+    """out[r] = sum over k of slot_outputs[r * K + k], in float32, k rising.
 
-    slot_outputs: [N, H] float32; slots whose id is outside [0, num_local_experts), and those of
-    rows from num_rows on, are never read, nor are their weights: they count as exactly 0.
-    out: [R, H], any strides, written whole. Moves 4 * slots * H + R * H * itemsize bytes. Does
-    not wait for the device.
+    slot_outputs: [N, H]; slots whose id is outside [0, num_local_experts), and those of rows from
+    num_rows on, are never read: they count as exactly 0. out: [R, H], any strides, written whole.
+    Moves slots * H + R * H elements. Does not wait for the device.
     """
     prepare_launch(out.device)
     ids = expert_input.topk_ids.contiguous()
     num_rows, hidden_size = out.shape
     # An interpreted program costs 65 us whatever its size.
-    block_rows = 64 if is_interpreting() else 4
-    block_columns = min(triton.next_power_of_2(hidden_size), 4096 if is_interpreting() else 512)
+    block_rows = 64 if is_interpreting() else 1
+    block_columns = min(triton.next_power_of_2(hidden_size), 4096 if is_interpreting() else 1024)
     num_blocks = triton.cdiv(hidden_size, block_columns)
-    _sum_weighted_slots_kernel[(triton.cdiv(num_rows, block_rows) * num_blocks,)](
+    _sum_slots_kernel[(triton.cdiv(num_rows, block_rows) * num_blocks,)](
         slot_outputs,
         ids,
-        expert_input.topk_weights.contiguous(),
         expert_input.num_rows,
         out,
         *out.stride(),
         num_rows,
-        ids.shape[1],
         hidden_size,
         num_local_experts,
+        TOP_K=ids.shape[1],
         BLOCK_ROWS=block_rows,
         BLOCK_COLUMNS=block_columns,
     )
 
 
-def sum_weighted_slots_reference(
+def sum_slots_reference(
     slot_outputs: Tensor, expert_input: StandardExpertInput, *, num_local_experts: int, out: Tensor
 ) -> None:
-    """The definition of `sum_weighted_slots`."""
+    """The definition of `sum_slots`."""
     ids = expert_input.topk_ids
     is_valid = (ids >= 0) & (ids < num_local_experts)
     if expert_input.num_rows is not None:
@@ -60,28 +58,26 @@ def sum_weighted_slots_reference(
     total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
     slot_outputs = slot_outputs.view(*ids.shape, -1)
     for k in range(ids.shape[1]):
-        weighted = expert_input.topk_weights[:, k, None].float() * slot_outputs[:, k]
-        total += torch.where(is_valid[:, k, None], weighted, 0.0)
+        total += torch.where(is_valid[:, k, None], slot_outputs[:, k].float(), 0.0)
     out.copy_(total)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _sum_weighted_slots_kernel(
+def _sum_slots_kernel(
     slot_outputs_ptr,  # [N, H]
     ids_ptr,  # [R, K]
-    weights_ptr,  # [R, K]
     num_rows_ptr,  # [1] or None
     out_ptr,  # [R, H]
     stride_out_row,
     stride_out_col,
     num_rows,
-    top_k,
     hidden_size,
     num_experts,
+    TOP_K: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """One program a block of rows and of hidden columns."""
+    """One program a block of rows and of hidden columns; the loads of all slots are in flight."""
     num_blocks = tl.cdiv(hidden_size, BLOCK_COLUMNS)
     block = tl.program_id(0)
     rows = (block // num_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
@@ -92,17 +88,16 @@ def _sum_weighted_slots_kernel(
     if num_rows_ptr is not None:
         is_written = is_row & (rows < tl.load(num_rows_ptr))
     total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], dtype=tl.float32)
-    for k in range(0, top_k):
-        slots = rows * top_k + k
+    for k in tl.static_range(TOP_K):
+        slots = rows * TOP_K + k
         ids = tl.load(ids_ptr + slots, mask=is_written, other=-1)
         is_valid = (ids >= 0) & (ids < num_experts)
-        weights = tl.load(weights_ptr + slots, mask=is_valid, other=0.0).to(tl.float32)
         values = tl.load(
             slot_outputs_ptr + slots[:, None] * hidden_size + columns[None, :],
             mask=is_valid[:, None] & is_column[None, :],
             other=0.0,
         )
-        total += weights[:, None] * values
+        total += values.to(tl.float32)
     out_ptrs = out_ptr + rows[:, None] * stride_out_row
     out_ptrs += columns.to(tl.int64)[None, :] * stride_out_col
     mask = is_row[:, None] & is_column[None, :]

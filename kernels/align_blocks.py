@@ -1,0 +1,344 @@
+"""Sort a batch's slots by local expert into whole tiles of positions, in one launch.
+
+A counting sort without communication between programs: each counts for itself what comes before
+its share. Of few slots a program has one expert, of many (`kernels/align_chunks.py`) a chunk of
+them. The order is that of the slots, so results are bit-equal from run to run, and the host never
+learns a count.
+
+Rows in the batched format lie in expert order already: there each position's row is written.
+
+Shapes: R rows, K slots a row, N = R * K slots, E local experts. Slot s belongs to row s // K.
+"""
+
+# Triton kernels carry no Python types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ep_runtime.kernels.align_chunks import (
+    align_chunks,
+    block_experts,
+    end_of_valid_slots,
+    id_pointers,
+)
+from ep_runtime.kernels.base import BatchedExpertInput, StandardExpertInput
+from ep_runtime.kernels.interpreter import is_interpreting, prepare_launch
+from ep_runtime.kernels.workspace import Workspace, aligned_bytes
+
+# Slots are numbered in int32, and N itself is the sentinel.
+MAX_SLOTS = 2**31 - 1
+# Sizes of the one block of ids that every expert's program looks at, where there are few slots.
+FEW_SLOTS = (256, 1024, 4096)
+
+
+@dataclass(frozen=True)
+class AlignedSlots:
+    """The valid slots in expert order, each expert's padded to whole tiles.
+
+    Tile t is positions [t * block_m, (t + 1) * block_m). Experts that have slots own tiles in
+    rising order; within an expert's run its slots rise.
+
+    slots: [max_tiles * block_m] int32, each position's slot, or `num_slots` where the position is
+    padding of an expert's last tile; unwritten memory from num_tiles * block_m on.
+    tile_experts: [max_tiles] int32, each tile's expert; unwritten memory from num_tiles on.
+    num_tiles: [1] int32.
+    max_tiles: bounds num_tiles on the host; a grid of that many programs covers every tile.
+    block_m: positions a tile. num_slots: N, the sentinel.
+    Of batched rows (K = 1) a slot is a row of hidden_states.view(E * capacity, H).
+
+    Example: ids [[0, 2], [2, -1]] of 3 experts with block_m 16 give num_tiles 2, tile_experts
+    (0, 2, ?), and slots (0, then 15 times 4, 1, 2, then 14 times 4, 16 unwritten): expert 1 has no
+    slot and no tile, slot 3 no expert.
+    """
+
+    slots: Tensor
+    tile_experts: Tensor
+    num_tiles: Tensor
+    max_tiles: int
+    block_m: int
+    num_slots: int
+
+
+def max_tiles(num_slots: int, num_local_experts: int, block_m: int) -> int:
+    """Most tiles that any ids give: the full ones, and one begun tile for each expert in use."""
+    return num_slots // block_m + min(num_slots, num_local_experts)
+
+
+def max_batched_tiles(
+    num_local_experts: int, capacity: int, block_m: int, max_rows: int | None = None
+) -> int:
+    """Most tiles that any counts give, of which the sum is at most max_rows."""
+    tiles = num_local_experts * -(-capacity // block_m)
+    if max_rows is None:
+        return tiles
+    return min(tiles, max_tiles(max_rows, num_local_experts, block_m))
+
+
+def align_workspace_bytes(num_slots: int, num_local_experts: int, block_m: int) -> int:
+    """What `align_slots` takes from the workspace; never less for more slots."""
+    return _table_bytes(max_tiles(num_slots, num_local_experts, block_m), block_m)
+
+
+def align_batched_workspace_bytes(
+    num_local_experts: int, capacity: int, block_m: int, max_rows: int | None = None
+) -> int:
+    """What `align_batched_rows` takes from the workspace; never less for a larger capacity."""
+    return _table_bytes(max_batched_tiles(num_local_experts, capacity, block_m, max_rows), block_m)
+
+
+def _table_bytes(tiles: int, block_m: int) -> int:
+    return sum(aligned_bytes(4 * size) for size in (tiles * block_m, tiles, 1))
+
+
+def _take_tables(workspace: Workspace, tiles: int, block_m: int, num_slots: int) -> AlignedSlots:
+    slots, tile_experts, num_tiles = (
+        workspace.take((size,), torch.int32) for size in (tiles * block_m, tiles, 1)
+    )
+    return AlignedSlots(slots, tile_experts, num_tiles, tiles, block_m, num_slots)
+
+
+def _has_few_slots(num_slots: int) -> bool:
+    """Whether a program for each expert is faster; never where it is interpreted, at 2 ms each."""
+    return num_slots <= FEW_SLOTS[-1] and not is_interpreting()
+
+
+def align_slots(
+    expert_input: StandardExpertInput,
+    *,
+    num_local_experts: int,
+    block_m: int,
+    workspace: Workspace,
+) -> AlignedSlots:
+    """Sort the slots whose id is in [0, num_local_experts) and whose row is before num_rows.
+
+    topk_ids: [R, K] int32 or int64, any strides; R and num_local_experts may be 0. The result
+    lives in `workspace`, until its frame ends. One launch; does not wait for the device. Raises
+    ValueError where N does not fit int32.
+    """
+    ids = expert_input.topk_ids
+    num_slots = ids.numel()
+    if num_slots > MAX_SLOTS:
+        raise ValueError(
+            f"topk_ids {list(ids.shape)} has {num_slots} slots; the limit is {MAX_SLOTS}: "
+            "lower max_tokens_per_rank"
+        )
+    prepare_launch(ids.device)
+    tiles = max_tiles(num_slots, num_local_experts, block_m)
+    aligned = _take_tables(workspace, tiles, block_m, num_slots)
+    if not _has_few_slots(num_slots):
+        tables = (aligned.slots, aligned.tile_experts, aligned.num_tiles)
+        align_chunks(expert_input, tables, num_local_experts=num_local_experts, block_m=block_m)
+        return aligned
+    # Few block sizes, since each is compiled.
+    block_slots = next(size for size in FEW_SLOTS if num_slots <= size)
+    _align_few_slots_kernel[(max(1, num_local_experts),)](
+        ids,
+        expert_input.num_rows,
+        aligned.slots,
+        aligned.tile_experts,
+        aligned.num_tiles,
+        *ids.stride(),
+        *ids.shape,
+        num_local_experts,
+        BLOCK_M=block_m,
+        BLOCK_E=block_experts(num_local_experts),
+        BLOCK_SLOTS=block_slots,
+        IS_CONTIGUOUS=ids.is_contiguous(),
+        num_warps=4 if block_slots <= 1024 else 8,
+    )
+    return aligned
+
+
+def align_batched_rows(
+    expert_input: BatchedExpertInput,
+    *,
+    block_m: int,
+    workspace: Workspace,
+    max_rows: int | None = None,
+) -> AlignedSlots:
+    """Lay each expert's rows up to its count out in tiles; counts are clamped to the capacity.
+
+    max_rows: a bound on the sum of the counts, where one is known, so that max_tiles is smaller;
+    tiles past it are left out. The result lives in `workspace`, until its frame ends. One launch;
+    does not wait for the device. Raises ValueError where E * capacity does not fit int32.
+    """
+    num_experts, capacity, _ = expert_input.hidden_states.shape
+    counts = expert_input.num_rows_per_expert
+    num_slots = num_experts * capacity
+    if num_slots > MAX_SLOTS:
+        raise ValueError(
+            f"hidden_states {list(expert_input.hidden_states.shape)} has {num_slots} rows; the "
+            f"limit is {MAX_SLOTS}: lower max_tokens_per_rank"
+        )
+    prepare_launch(counts.device)
+    tiles = max_batched_tiles(num_experts, capacity, block_m, max_rows)
+    aligned = _take_tables(workspace, tiles, block_m, num_slots)
+    block_positions = 4096 if is_interpreting() else 1024
+    num_parts = min(max(1, triton.cdiv(capacity, block_positions)), 8)
+    _align_batched_rows_kernel[(max(1, num_experts), num_parts)](
+        counts,
+        aligned.slots,
+        aligned.tile_experts,
+        aligned.num_tiles,
+        counts.stride(0),
+        num_experts,
+        capacity,
+        tiles,
+        BLOCK_M=block_m,
+        BLOCK_E=block_experts(num_experts),
+        BLOCK_POSITIONS=block_positions,
+    )
+    return aligned
+
+
+def align_slots_reference(
+    expert_input: StandardExpertInput, *, num_local_experts: int, block_m: int
+) -> AlignedSlots:
+    """The definition of `align_slots`; its tensors hold the written part only. Waits."""
+    ids = expert_input.topk_ids
+    is_valid = (ids >= 0) & (ids < num_local_experts)
+    if expert_input.num_rows is not None:
+        rows = torch.arange(ids.shape[0], device=ids.device)
+        is_valid &= (rows < expert_input.num_rows)[:, None]
+    keys = torch.where(is_valid, ids, num_local_experts).flatten().long()
+    counts = keys.bincount(minlength=num_local_experts + 1)[:num_local_experts]
+    in_order = keys.argsort(stable=True)[: int(counts.sum())]
+    tiles = max_tiles(ids.numel(), num_local_experts, block_m)
+    return _lay_out_reference(in_order, counts, tiles, block_m=block_m, num_slots=ids.numel())
+
+
+def align_batched_rows_reference(
+    expert_input: BatchedExpertInput, *, block_m: int, max_rows: int | None = None
+) -> AlignedSlots:
+    """The definition of `align_batched_rows`; its tensors hold the written part only. Waits."""
+    num_experts, capacity, _ = expert_input.hidden_states.shape
+    counts = expert_input.num_rows_per_expert.long().clamp(0, capacity)
+    in_expert = torch.arange(capacity, device=counts.device) < counts[:, None]
+    in_order = in_expert.flatten().nonzero().flatten()
+    tiles = max_batched_tiles(num_experts, capacity, block_m, max_rows)
+    return _lay_out_reference(
+        in_order, counts, tiles, block_m=block_m, num_slots=num_experts * capacity
+    )
+
+
+def _lay_out_reference(
+    in_order: Tensor, counts: Tensor, tiles: int, *, block_m: int, num_slots: int
+) -> AlignedSlots:
+    """Tables of slots in expert order, `counts[e]` of them expert e's."""
+    tile_counts = (counts + block_m - 1) // block_m
+    experts = torch.arange(len(counts), device=counts.device)
+    first_positions = (tile_counts.cumsum(0) - tile_counts) * block_m
+    shifts = first_positions - (counts.cumsum(0) - counts)
+    positions = torch.arange(len(in_order), device=counts.device)
+    positions = positions + shifts.repeat_interleave(counts)
+    num_tiles = tile_counts.sum().view(1)
+    slots = in_order.new_full((int(num_tiles) * block_m,), num_slots)
+    slots[positions] = in_order
+    return AlignedSlots(
+        slots.to(torch.int32),
+        experts.repeat_interleave(tile_counts).to(torch.int32),
+        num_tiles.to(torch.int32),
+        tiles,
+        block_m,
+        num_slots,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _align_few_slots_kernel(
+    ids_ptr,  # [R, K]
+    num_rows_ptr,  # [1] or None
+    slots_ptr,  # [max_tiles * BLOCK_M]
+    tile_experts_ptr,  # [max_tiles]
+    num_tiles_ptr,  # [1]
+    stride_row,
+    stride_col,
+    num_rows,
+    top_k,
+    num_experts,
+    BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,  # at least N
+    IS_CONTIGUOUS: tl.constexpr,
+):
+    """One program an expert: its tiles follow those of the experts before it."""
+    expert = tl.program_id(0)
+    num_slots = num_rows * top_k
+    slots = tl.arange(0, BLOCK_SLOTS)
+    # The ids do not wait for num_rows.
+    layout = (stride_row, stride_col, top_k)
+    pointers = id_pointers(ids_ptr, slots.to(tl.int64), layout, IS_CONTIGUOUS)
+    ids = tl.load(pointers, mask=slots < num_slots, other=-1)
+    is_valid = (ids >= 0) & (slots < end_of_valid_slots(num_rows_ptr, num_rows, top_k).to(tl.int32))
+    first_tile = 0
+    for first_expert in range(0, expert, BLOCK_E):
+        bins = ids - first_expert
+        is_before = is_valid & (bins >= 0) & (bins < tl.minimum(expert - first_expert, BLOCK_E))
+        counts = tl.histogram(bins.to(tl.int32), BLOCK_E, mask=is_before)
+        first_tile += tl.sum((counts + BLOCK_M - 1) // BLOCK_M, axis=0)
+
+    is_own = (is_valid & (ids == expert) & (expert < num_experts)).to(tl.int32)
+    rank = tl.cumsum(is_own, axis=0) - is_own
+    count = tl.sum(is_own, axis=0)
+    own_tiles = (count + BLOCK_M - 1) // BLOCK_M
+    run_ptr = slots_ptr + first_tile.to(tl.int64) * BLOCK_M
+    tl.store(run_ptr + rank, slots, mask=is_own > 0)
+    padding = count + tl.arange(0, BLOCK_M)
+    tl.store(run_ptr + padding, num_slots, mask=padding < own_tiles * BLOCK_M)
+    tiles = tl.arange(0, max(BLOCK_SLOTS // BLOCK_M, 1))
+    tl.store(tile_experts_ptr + first_tile + tiles, expert, mask=tiles < own_tiles)
+    if expert + 1 == tl.num_programs(0):
+        tl.store(num_tiles_ptr, first_tile + own_tiles)
+
+
+@triton.jit(do_not_specialize=["capacity", "max_tiles"])
+def _align_batched_rows_kernel(
+    num_rows_per_expert_ptr,  # [E]
+    slots_ptr,  # [max_tiles * BLOCK_M]
+    tile_experts_ptr,  # [max_tiles]
+    num_tiles_ptr,  # [1]
+    stride_counts,
+    num_experts,
+    capacity,
+    max_tiles,
+    BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_POSITIONS: tl.constexpr,
+):
+    """Program (e, part): of expert e's positions the blocks part, part + parts, and so on."""
+    expert = tl.program_id(0)
+    part = tl.program_id(1)
+    first_tile = 0
+    num_tiles = 0
+    num_rows = 0
+    for first_expert in range(0, num_experts, BLOCK_E):
+        experts = first_expert + tl.arange(0, BLOCK_E)
+        ptrs = num_rows_per_expert_ptr + experts.to(tl.int64) * stride_counts
+        counts = tl.load(ptrs, mask=experts < num_experts, other=0)
+        counts = tl.minimum(tl.maximum(counts, 0), capacity).to(tl.int32)
+        expert_tiles = counts // BLOCK_M + (counts % BLOCK_M > 0).to(tl.int32)
+        first_tile += tl.sum(tl.where(experts < expert, expert_tiles, 0), axis=0)
+        num_tiles += tl.sum(expert_tiles, axis=0)
+        num_rows += tl.sum(tl.where(experts == expert, counts, 0), axis=0)
+    num_tiles = tl.minimum(num_tiles, max_tiles)
+    own_tiles = num_rows // BLOCK_M + (num_rows % BLOCK_M > 0).to(tl.int32)
+    last_tile = tl.minimum(first_tile + own_tiles, num_tiles)
+    num_positions = (last_tile - first_tile).to(tl.int64) * BLOCK_M
+    first_row = expert * capacity
+    num_slots = num_experts * capacity
+    stride = tl.num_programs(1) * BLOCK_POSITIONS
+    for first in range(part.to(tl.int64) * BLOCK_POSITIONS, num_positions, stride):
+        in_run = first + tl.arange(0, BLOCK_POSITIONS)
+        is_position = in_run < num_positions
+        slots = tl.where(in_run < num_rows, first_row + in_run, num_slots).to(tl.int32)
+        tl.store(slots_ptr + first_tile.to(tl.int64) * BLOCK_M + in_run, slots, mask=is_position)
+        tiles = first_tile + in_run // BLOCK_M
+        is_first = is_position & (in_run % BLOCK_M == 0)
+        tl.store(tile_experts_ptr + tiles, expert, mask=is_first)
+    if (expert == 0) & (part == 0):
+        tl.store(num_tiles_ptr, num_tiles)
