@@ -93,6 +93,7 @@ class PendingDispatch(PendingTransfer):
             hidden_states=self.rows[:, : self.hidden_size].contiguous(),
             topk_ids=self.topk_ids.to(torch.int32),
             topk_weights=self.topk_weights,
+            num_source_rows=self.rows.shape[0],
         )
         return received, self.handle
 

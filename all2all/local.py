@@ -47,6 +47,7 @@ class LocalBackend:
             hidden_states=tokens.hidden_states.contiguous(),
             topk_ids=look_up(self._expert_map, tokens.topk_ids),
             topk_weights=tokens.topk_weights.contiguous(),
+            num_source_rows=tokens.topk_ids.shape[0],
         )
 
     def dispatch(self, prepared: StandardExpertInput) -> Finished[tuple[ExpertInput, None]]:

@@ -79,6 +79,7 @@ class NaiveBackend:
             hidden_states=self._gather(prepared.hidden_states),
             topk_ids=look_up(self._expert_map, topk_ids),
             topk_weights=topk_weights,
+            num_source_rows=topk_ids.shape[0],
         )
         return Finished((received, prepared.num_rows))
 

@@ -27,6 +27,7 @@ from ep_runtime.kernels.align_chunks import (
     id_pointers,
 )
 from ep_runtime.kernels.base import BatchedExpertInput, StandardExpertInput
+from ep_runtime.kernels.dependent_launch import await_predecessor, launch_options
 from ep_runtime.kernels.interpreter import is_interpreting, prepare_launch
 from ep_runtime.kernels.workspace import Workspace, aligned_bytes
 
@@ -150,6 +151,7 @@ def align_slots(
         BLOCK_SLOTS=block_slots,
         IS_CONTIGUOUS=ids.is_contiguous(),
         num_warps=4 if block_slots <= 1024 else 8,
+        **launch_options(ids.device),
     )
     return aligned
 
@@ -192,6 +194,7 @@ def align_batched_rows(
         BLOCK_M=block_m,
         BLOCK_E=block_experts(num_experts),
         BLOCK_POSITIONS=block_positions,
+        **launch_options(counts.device),
     )
     return aligned
 
@@ -265,8 +268,10 @@ def _align_few_slots_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr,  # at least N
     IS_CONTIGUOUS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """One program an expert: its tiles follow those of the experts before it."""
+    await_predecessor(IS_DEPENDENT)
     expert = tl.program_id(0)
     num_slots = num_rows * top_k
     slots = tl.arange(0, BLOCK_SLOTS)
@@ -286,7 +291,7 @@ def _align_few_slots_kernel(
     rank = tl.cumsum(is_own, axis=0) - is_own
     count = tl.sum(is_own, axis=0)
     own_tiles = (count + BLOCK_M - 1) // BLOCK_M
-    run_ptr = slots_ptr + first_tile.to(tl.int64) * BLOCK_M
+    run_ptr = slots_ptr + tl.cast(first_tile, tl.int64) * BLOCK_M
     tl.store(run_ptr + rank, slots, mask=is_own > 0)
     padding = count + tl.arange(0, BLOCK_M)
     tl.store(run_ptr + padding, num_slots, mask=padding < own_tiles * BLOCK_M)
@@ -309,8 +314,10 @@ def _align_batched_rows_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_POSITIONS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Program (e, part): of expert e's positions the blocks part, part + parts, and so on."""
+    await_predecessor(IS_DEPENDENT)
     expert = tl.program_id(0)
     part = tl.program_id(1)
     first_tile = 0
@@ -329,6 +336,7 @@ def _align_batched_rows_kernel(
     own_tiles = num_rows // BLOCK_M + (num_rows % BLOCK_M > 0).to(tl.int32)
     last_tile = tl.minimum(first_tile + own_tiles, num_tiles)
     num_positions = (last_tile - first_tile).to(tl.int64) * BLOCK_M
+    run_ptr = slots_ptr + tl.cast(first_tile, tl.int64) * BLOCK_M
     first_row = expert * capacity
     num_slots = num_experts * capacity
     stride = tl.num_programs(1) * BLOCK_POSITIONS
@@ -336,7 +344,7 @@ def _align_batched_rows_kernel(
         in_run = first + tl.arange(0, BLOCK_POSITIONS)
         is_position = in_run < num_positions
         slots = tl.where(in_run < num_rows, first_row + in_run, num_slots).to(tl.int32)
-        tl.store(slots_ptr + first_tile.to(tl.int64) * BLOCK_M + in_run, slots, mask=is_position)
+        tl.store(run_ptr + in_run, slots, mask=is_position)
         tiles = first_tile + in_run // BLOCK_M
         is_first = is_position & (in_run % BLOCK_M == 0)
         tl.store(tile_experts_ptr + tiles, expert, mask=is_first)

@@ -117,6 +117,8 @@ class StandardExpertInput:
     num_rows: [1] int32 on the device, rows from it on are unwritten memory; None: all R are rows.
     scales: None, or of e4m3 rows [R, ceil(H / 128)] float32: what each group of columns is
     multiplied by.
+    num_source_rows: how many rows of all ranks were routed, of which these have landed; None where
+    the host does not know. What it expects of the routing goes by this, no result does.
     """
 
     hidden_states: Tensor
@@ -124,6 +126,7 @@ class StandardExpertInput:
     topk_weights: Tensor
     num_rows: Tensor | None = None
     scales: Tensor | None = None
+    num_source_rows: int | None = None
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ep_runtime.kernels.activation import apply_activation
 from ep_runtime.kernels.align_blocks import AlignedSlots
 from ep_runtime.kernels.base import Activation, ExpertWeights
+from ep_runtime.kernels.dependent_launch import await_predecessor, launch_options
 from ep_runtime.kernels.interpreter import prepare_launch
 from ep_runtime.kernels.quant.fp8_rows import dequantize_rows, quantize_group
 from ep_runtime.kernels.quant.scheme import QuantParameters
@@ -101,6 +102,7 @@ def project_gate_up(
         DEQUANTIZE_ROWS=rows.scales is not None and weights.w13_quant is None,
         BLOCK_M=aligned.block_m,
         **_tile_constants(tiles),
+        **launch_options(rows.values.device),
     )
 
 
@@ -134,7 +136,7 @@ def project_down(
     tiles: GemmTiles,
     out: Tensor,
 ) -> None:
-    """Second projection with bias: out[slot of p] = slot's weight * (w2[p's expert] @ activated[p]).
+    """Second projection with bias: out[slot of p] = its weight * (w2[p's expert] @ activated[p]).
 
     weights: as `TritonExperts.prepare_weights` leaves them. slot_weights: [N] float32 router
     weights, applied before the result is rounded, or None. out: [N, H], contiguous, by slot; slots
@@ -163,6 +165,7 @@ def project_down(
         WEIGHT_SCALES=_weight_scales(quant),
         BLOCK_M=aligned.block_m,
         **_tile_constants(tiles),
+        **launch_options(out.device),
     )
 
 
@@ -343,8 +346,10 @@ def _project_gate_up_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_TILES: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """One item: BLOCK_M positions and BLOCK_N intermediate columns, gate and up side by side."""
+    await_predecessor(IS_DEPENDENT)
     is_gated: tl.constexpr = ACTIVATION != "relu2"
     num_blocks = tl.cdiv(intermediate_size, BLOCK_N)
     num_tiles = tl.load(num_tiles_ptr)
@@ -462,8 +467,10 @@ def _project_down_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_TILES: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """One item: BLOCK_M positions and BLOCK_N hidden columns."""
+    await_predecessor(IS_DEPENDENT)
     num_blocks = tl.cdiv(hidden_size, BLOCK_N)
     num_tiles = tl.load(num_tiles_ptr)
     num_items = num_tiles * num_blocks

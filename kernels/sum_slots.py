@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ep_runtime.kernels.base import StandardExpertInput
+from ep_runtime.kernels.dependent_launch import await_predecessor, launch_options
 from ep_runtime.kernels.interpreter import is_interpreting, prepare_launch
 
 
@@ -43,6 +44,7 @@ def sum_slots(
         TOP_K=ids.shape[1],
         BLOCK_ROWS=block_rows,
         BLOCK_COLUMNS=block_columns,
+        **launch_options(out.device),
     )
 
 
@@ -76,8 +78,10 @@ def _sum_slots_kernel(
     TOP_K: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """One program a block of rows and of hidden columns; the loads of all slots are in flight."""
+    await_predecessor(IS_DEPENDENT)
     num_blocks = tl.cdiv(hidden_size, BLOCK_COLUMNS)
     block = tl.program_id(0)
     rows = (block // num_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)

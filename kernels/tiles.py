@@ -1,6 +1,6 @@
 """The tile sizes of the grouped GEMMs: a table where one was measured, else a rule."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -8,8 +8,12 @@ import triton
 
 from ep_runtime.kernels.base import ExpertsShape
 from ep_runtime.kernels.interpreter import is_interpreting
+from ep_runtime.kernels.quant.scheme import WeightScheme
 
 BLOCK_M_HEIGHTS = (16, 32, 64, 128)
+HOPPER_BLOCK_M = 128
+# Rows an expert from which the Hopper GEMMs win on an H200, the permuting pass counted.
+HOPPER_MIN_ROWS, HOPPER_MIN_ROWS_FP8 = 100, 60
 # TMA reads rows whose starts are this many bytes apart, or a multiple of it.
 TMA_ALIGNMENT = 16
 
@@ -37,27 +41,54 @@ class GemmTiles:
 
 @dataclass(frozen=True)
 class ExpertsTiles:
-    """How a call is cut: block_m positions a tile in both projections, and each one's tiles."""
+    """How a call is cut: block_m positions a tile in both projections, and each one's tiles.
+
+    is_hopper: the projections run as kernels/hopper_gemm.py, which has tiles of its own.
+    """
 
     block_m: int
     gate_up: GemmTiles
     down: GemmTiles
+    is_hopper: bool = False
 
 
-def choose_tiles(num_rows: int, shape: ExpertsShape) -> ExpertsTiles:
-    """Tiles for a call of `num_rows` received rows, of which the host knows no more.
+def choose_tiles(
+    num_rows: int, num_source_rows: int | None, shape: ExpertsShape, device: torch.device
+) -> ExpertsTiles:
+    """Tiles for a call of `num_rows` received rows out of `num_source_rows`.
 
-    Experts are taken to have an even share of the rows' slots: `shape.num_experts` says how many
-    experts share them, other ranks' included. Another routing makes tiles emptier or more
-    numerous, never wrong.
+    The host knows no more of the routing, so experts are taken to have an even share of the slots:
+    `rows_per_expert`. Another routing makes tiles emptier or more numerous, never wrong.
     """
-    num_experts = shape.num_experts or shape.num_local_experts
-    rows_per_expert = num_rows * shape.top_k / max(num_experts, 1)
+    expected = rows_per_expert(num_rows, num_source_rows, shape)
     # A quarter more, since half of the experts have more rows than the mean.
-    wanted = 1.25 * rows_per_expert
+    wanted = 1.25 * expected
     block_m = next((height for height in BLOCK_M_HEIGHTS if height >= wanted), BLOCK_M_HEIGHTS[-1])
     if is_interpreting():
         return _interpreted_tiles(block_m, shape)
+    if _suits_hopper(expected, shape, device):
+        return replace(_tiles_of_height(HOPPER_BLOCK_M, shape), is_hopper=True)
+    return _tiles_of_height(block_m, shape)
+
+
+def rows_per_expert(num_rows: int, num_source_rows: int | None, shape: ExpertsShape) -> float:
+    """Rows of an expert under even routing.
+
+    num_source_rows None: each of the rows has landed for at least one of the local experts, which
+    of the K slots are then local binomially.
+    Example: 229 rows, K 8, 8 local experts of 256: 31.9; out of 1024 source rows: 32.
+    """
+    num_experts = shape.num_experts or shape.num_local_experts
+    if num_experts == 0:
+        return 0.0
+    if num_source_rows is not None:
+        return num_source_rows * shape.top_k / num_experts
+    share = shape.num_local_experts / num_experts
+    has_landed = 1.0 - (1.0 - share) ** shape.top_k
+    return num_rows * shape.top_k / num_experts / has_landed
+
+
+def _tiles_of_height(block_m: int, shape: ExpertsShape) -> ExpertsTiles:
     if shape.scheme.is_quantised:
         return _FP8_TILES[block_m]
     if shape.dtype is torch.float32:
@@ -95,12 +126,20 @@ _FP8_TILES = {
     16: ExpertsTiles(
         16,
         gate_up=GemmTiles(128, 128, num_warps=4, num_stages=5, swap_operands=True),
-        down=GemmTiles(128, 128, num_warps=8, num_stages=4, swap_operands=True),
+        down=GemmTiles(128, 128, num_warps=4, num_stages=3, swap_operands=True),
     ),
     32: ExpertsTiles(
         32,
         gate_up=GemmTiles(128, 128, num_warps=4, num_stages=3, swap_operands=True),
-        down=GemmTiles(128, 128, num_warps=4, num_stages=3, swap_operands=True),
+        down=GemmTiles(
+            128,
+            128,
+            num_warps=4,
+            num_stages=3,
+            swap_operands=True,
+            programs_per_sm=3,
+            flatten=True,
+        ),
     ),
     64: ExpertsTiles(
         64,
@@ -113,6 +152,22 @@ _FP8_TILES = {
         down=GemmTiles(128, 128, 8, num_stages=4, group_tiles=8, programs_per_sm=1, flatten=True),
     ),
 }
+
+
+def _suits_hopper(expected: float, shape: ExpertsShape, device: torch.device) -> bool:
+    """Whether the Hopper GEMMs take this shape, and are the faster for so many rows an expert."""
+    is_fp8 = shape.scheme.weight is WeightScheme.FP8_BLOCK
+    takes_it = shape.dtype.itemsize == 2 and (is_fp8 or not shape.scheme.is_quantised)
+    itemsize = 1 if is_fp8 else shape.dtype.itemsize
+    sizes = (shape.hidden_size, shape.intermediate_size)
+    is_readable = all(size * itemsize % TMA_ALIGNMENT == 0 for size in sizes)
+    wanted = HOPPER_MIN_ROWS_FP8 if is_fp8 else HOPPER_MIN_ROWS
+    return takes_it and is_readable and expected >= wanted and _is_hopper(device)
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _interpreted_tiles(block_m: int, shape: ExpertsShape) -> ExpertsTiles:

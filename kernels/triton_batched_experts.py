@@ -111,7 +111,9 @@ class TritonBatchedExperts(ModularExperts):
             return output
         # In decode far fewer rows come than the capacity allows.
         num_source_rows = expert_input.num_source_rows
-        tiles = choose_tiles(capacity if num_source_rows is None else num_source_rows, shape)
+        # Rows stay where they are, which the Hopper GEMMs cannot read.
+        source_rows = capacity if num_source_rows is None else num_source_rows
+        tiles = choose_tiles(capacity, source_rows, shape, output.device)
         with workspace.frame():
             aligned = align_batched_rows(
                 expert_input,

@@ -22,18 +22,12 @@ from ep_runtime.kernels.base import (
     StandardExpertInput,
 )
 from ep_runtime.kernels.errors import PlanError
-from ep_runtime.kernels.grouped_gemm import GemmRows, project_down, project_gate_up
+from ep_runtime.kernels.expert_projections import project_slots, projections_bytes
 from ep_runtime.kernels.quant.scheme import RowScheme, WeightScheme
 from ep_runtime.kernels.sum_slots import sum_slots
 from ep_runtime.kernels.tiles import BLOCK_M_HEIGHTS, choose_tiles
-from ep_runtime.kernels.triton_operands import (
-    activated_bytes,
-    prepare_triton_weights,
-    quantised_rows_bytes,
-    rows_for,
-    take_activated,
-)
-from ep_runtime.kernels.workspace import Workspace, aligned_bytes
+from ep_runtime.kernels.triton_operands import prepare_triton_weights
+from ep_runtime.kernels.workspace import Workspace
 
 # Bounds the workspace, which holds every slot's output: 0.9 GiB of those at hidden 7168 in bf16.
 # A pass of so many slots is limited by arithmetic, so reading the weights again costs little.
@@ -79,16 +73,12 @@ class TritonExperts(ModularExperts):
             return 0
         num_experts = shape.num_local_experts
 
-        def position_bytes(height: int) -> int:
+        def bytes_of(height: int) -> int:
             positions = max_tiles(num_slots, num_experts, height) * height
             table_bytes = align_workspace_bytes(num_slots, num_experts, height)
-            return table_bytes + activated_bytes(positions, shape)
+            return table_bytes + projections_bytes(num_rows, shape, positions, height)
 
-        return (
-            max(map(position_bytes, BLOCK_M_HEIGHTS))
-            + quantised_rows_bytes(num_rows, shape)
-            + aligned_bytes(num_slots * shape.hidden_size * shape.dtype.itemsize)
-        )
+        return max(map(bytes_of, BLOCK_M_HEIGHTS))
 
     def run(
         self, expert_input: ExpertInput, weights: ExpertWeights, workspace: Workspace
@@ -119,9 +109,10 @@ class TritonExperts(ModularExperts):
         output: Tensor,
     ) -> None:
         """Compute the rows of one pass into `output` [n, H]."""
-        shape, num_slots = self.shape, expert_input.topk_ids.numel()
+        shape = self.shape
         num_experts = weights.w13.shape[0]
-        tiles = choose_tiles(expert_input.hidden_states.shape[0], shape)
+        num_rows, num_source_rows = len(expert_input.hidden_states), expert_input.num_source_rows
+        tiles = choose_tiles(num_rows, num_source_rows, shape, output.device)
         with workspace.frame():
             aligned = align_slots(
                 expert_input,
@@ -129,25 +120,8 @@ class TritonExperts(ModularExperts):
                 block_m=tiles.block_m,
                 workspace=workspace,
             )
-            rows = GemmRows(expert_input.hidden_states, expert_input.scales)
-            activated = take_activated(aligned.max_tiles * tiles.block_m, shape, workspace)
-            project_gate_up(
-                rows_for(rows, shape, workspace),
-                weights,
-                aligned,
-                top_k=shape.top_k,
-                activation=shape.activation,
-                tiles=tiles.gate_up,
-                out=activated,
-            )
-            slot_outputs = workspace.take((num_slots, shape.hidden_size), shape.dtype)
-            project_down(
-                activated,
-                weights,
-                aligned,
-                slot_weights=expert_input.topk_weights.contiguous().flatten(),
-                tiles=tiles.down,
-                out=slot_outputs,
+            slot_outputs = project_slots(
+                expert_input, weights, aligned, shape=shape, tiles=tiles, workspace=workspace
             )
             sum_slots(slot_outputs, expert_input, num_local_experts=num_experts, out=output)
 
@@ -157,10 +131,15 @@ def _rows_of(expert_input: StandardExpertInput, part: slice) -> StandardExpertIn
     if part.start == 0 and part.stop >= expert_input.hidden_states.shape[0]:
         return expert_input
     num_rows, scales = expert_input.num_rows, expert_input.scales
+    num_source_rows = expert_input.num_source_rows
+    if num_source_rows is not None:  # the part's share
+        all_rows = len(expert_input.hidden_states)
+        num_source_rows = num_source_rows * len(expert_input.hidden_states[part]) // all_rows
     return StandardExpertInput(
         hidden_states=expert_input.hidden_states[part],
         topk_ids=expert_input.topk_ids[part],
         topk_weights=expert_input.topk_weights[part],
         num_rows=None if num_rows is None else num_rows - part.start,
         scales=None if scales is None else scales[part],
+        num_source_rows=num_source_rows,
     )

@@ -77,15 +77,14 @@ def quantised_rows_bytes(num_rows: int, shape: ExpertsShape) -> int:
 
 
 def take_activated(num_positions: int, shape: ExpertsShape, workspace: Workspace) -> GemmRows:
-    """Room for the first projection's result [P, I]; of fp8 weights quantised, with its scales
-    lying position by position within a group."""
+    """Room for the first projection's result [P, I]; of fp8 weights quantised."""
     dtype = _FP8 if shape.scheme.is_quantised else shape.dtype
     width = _aligned_columns(shape.intermediate_size, dtype)
     values = workspace.take((num_positions, width), dtype)[:, : shape.intermediate_size]
     if not shape.scheme.is_quantised:
         return GemmRows(values)
     groups = -(-shape.intermediate_size // GROUP)
-    return GemmRows(values, workspace.take((groups, num_positions), torch.float32).T)
+    return GemmRows(values, workspace.take((num_positions, groups), torch.float32))
 
 
 def activated_bytes(num_positions: int, shape: ExpertsShape) -> int:

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ep_runtime.kernels.dependent_launch import await_predecessor, launch_options
 from ep_runtime.kernels.interpreter import is_interpreting, prepare_launch
 
 GROUP = 128
@@ -43,7 +44,7 @@ def quantize_rows_reference(rows: Tensor) -> tuple[Tensor, Tensor]:
     amax = numbers.amax(-1, keepdim=True).clamp_min(MIN_AMAX)
     # By a tensor: torch turns a quotient with a number into a product with a reciprocal.
     largest = torch.full_like(amax, MAX_E4M3)
-    values = (padded * (largest / amax)).view(num_rows, -1)[:, :hidden_size]
+    values = (padded * (largest / amax)).view(num_rows, groups * GROUP)[:, :hidden_size]
     return values.to(torch.float8_e4m3fn), (amax / largest).squeeze(-1)
 
 
@@ -93,6 +94,7 @@ def quantize_rows(rows: Tensor, *, out_values: Tensor, out_scales: Tensor) -> No
         BLOCK_ROWS=block_rows,
         BLOCK_GROUPS=block_groups,
         num_warps=num_warps,
+        **launch_options(rows.device),
     )
 
 
@@ -121,8 +123,10 @@ def _quantize_rows_kernel(
     hidden_size,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """One program a block of rows and of groups; a line is one group of one row."""
+    await_predecessor(IS_DEPENDENT)
     num_groups = tl.cdiv(hidden_size, 128)
     num_blocks = tl.cdiv(num_groups, BLOCK_GROUPS)
     block = tl.program_id(0)

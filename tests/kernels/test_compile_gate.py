@@ -13,7 +13,13 @@ MAX_SHARED_BYTES = 227 * 1024
 
 def jit_functions() -> set[str]:
     """Names of all kernels that the triton experts are made of, read from the sources."""
-    files = ("align_blocks.py", "grouped_gemm.py", "quant/fp8_rows.py", "sum_slots.py")
+    files = (
+        "align_blocks.py",
+        "align_chunks.py",
+        "grouped_gemm.py",
+        "quant/fp8_rows.py",
+        "sum_slots.py",
+    )
     lines = [line for file in files for line in (ROOT / "kernels" / file).open()]
     return {
         line[4 : line.index("(")]

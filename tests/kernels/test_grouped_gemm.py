@@ -95,12 +95,12 @@ def compare_down(case: ExpertsCase, tiles: GemmTiles, device: torch.device) -> N
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gate_up_equals_its_definition(case: ExpertsCase, device: torch.device) -> None:
-    compare_gate_up(case, choose_tiles(case.num_rows, case.shape).gate_up, device)
+    compare_gate_up(case, choose_tiles(case.num_rows, None, case.shape, device).gate_up, device)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_down_equals_its_definition(case: ExpertsCase, device: torch.device) -> None:
-    compare_down(case, choose_tiles(case.num_rows, case.shape).down, device)
+    compare_down(case, choose_tiles(case.num_rows, None, case.shape, device).down, device)
 
 
 @pytest.mark.parametrize("tiles", TILES.values(), ids=TILES)

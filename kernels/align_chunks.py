@@ -1,0 +1,180 @@
+"""Sort many slots into the tiles of their experts in one launch: each program a chunk of them.
+
+No communication between programs: each counts all slots, of all experts, so that it knows every
+expert's first tile and how many of its slots come before the chunk. So a launch reads all ids once
+a program: of 32768 ids 17 MB, from the L2 cache.
+
+Shapes: R rows, K slots a row, N = R * K slots, E local experts. Slot s belongs to row s // K.
+"""
+
+# Triton kernels carry no Python types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ep_runtime.kernels.base import StandardExpertInput
+from ep_runtime.kernels.dependent_launch import await_predecessor, launch_options
+from ep_runtime.kernels.interpreter import is_interpreting
+
+# As many as run at once on an H100 or H200 (132 multiprocessors).
+MAX_PROGRAMS = 128
+# Experts counted together. A thread keeps 1 / 32 of the counters.
+MAX_BLOCK_EXPERTS = 1024
+
+
+def block_experts(num_local_experts: int) -> int:
+    """How many counters a histogram has; Triton's has at least one for each thread of a warp."""
+    return min(max(int(triton.next_power_of_2(num_local_experts)), 32), MAX_BLOCK_EXPERTS)
+
+
+def align_chunks(
+    expert_input: StandardExpertInput,
+    tables: tuple[Tensor, Tensor, Tensor],
+    *,
+    num_local_experts: int,
+    block_m: int,
+) -> None:
+    """Fill `tables`, the slots, tile_experts and num_tiles of an `AlignedSlots`."""
+    ids = expert_input.topk_ids
+    # An interpreted operation costs 85 us however large it is.
+    block_slots = 4096 if is_interpreting() or ids.numel() <= 16384 else 8192
+    block_placed = 512 if is_interpreting() else 128
+    num_programs = max(1, min(triton.cdiv(ids.numel(), block_placed), MAX_PROGRAMS))
+    _align_chunks_kernel[(num_programs,)](
+        ids,
+        expert_input.num_rows,
+        *tables,
+        *ids.stride(),
+        *ids.shape,
+        num_local_experts,
+        BLOCK_M=block_m,
+        BLOCK_E=block_experts(num_local_experts),
+        BLOCK_SLOTS=block_slots,
+        BLOCK_PLACED=block_placed,
+        IS_CONTIGUOUS=ids.is_contiguous(),
+        num_warps=16,
+        **launch_options(ids.device),
+    )
+
+
+@triton.jit
+def end_of_valid_slots(num_rows_ptr, num_rows, top_k):
+    """The number of slots, int64, of the rows before num_rows_ptr[0], or of all."""
+    valid_rows = num_rows
+    if num_rows_ptr is not None:
+        valid_rows = tl.minimum(tl.maximum(tl.load(num_rows_ptr), 0), num_rows)
+    return tl.cast(valid_rows, tl.int64) * top_k
+
+
+@triton.jit
+def id_pointers(ids_ptr, slots, strides_and_top_k, IS_CONTIGUOUS: tl.constexpr):
+    """Where the ids of slots (int64) lie; anywhere of slots past MAX_SLOTS."""
+    if IS_CONTIGUOUS:
+        pointers = ids_ptr + slots
+    else:
+        stride_row, stride_col, top_k = strides_and_top_k
+        slots = slots.to(tl.int32)
+        rows, columns = (slots // top_k).to(tl.int64), (slots % top_k).to(tl.int64)
+        pointers = ids_ptr + rows * stride_row + columns * stride_col
+    return pointers
+
+
+@triton.jit
+def _load_block(
+    ids_ptr, first, end, strides_and_top_k, BLOCK: tl.constexpr, IS_CONTIGUOUS: tl.constexpr
+):
+    """The ids of BLOCK slots from `first` on; -1 from `end` on, which may lie before `first`."""
+    in_block = tl.arange(0, BLOCK)
+    pointers = id_pointers(ids_ptr, first + in_block, strides_and_top_k, IS_CONTIGUOUS)
+    # A mask of unknown alignment would make every load 4 bytes wide.
+    if first + BLOCK <= end:
+        ids = tl.load(pointers)
+    else:
+        ids = tl.load(pointers, mask=in_block < tl.maximum(end - first, 0), other=-1)
+    return ids
+
+
+# A size that changes from call to call is not compiled for.
+@triton.jit(do_not_specialize=["num_rows"])
+def _align_chunks_kernel(
+    ids_ptr,  # [R, K]
+    num_rows_ptr,  # [1] or None
+    slots_ptr,  # [max_tiles * BLOCK_M]
+    tile_experts_ptr,  # [max_tiles]
+    num_tiles_ptr,  # [1]
+    stride_row,
+    stride_col,
+    num_rows,
+    top_k,
+    num_experts,
+    BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
+    BLOCK_PLACED: tl.constexpr,
+    IS_CONTIGUOUS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
+    """One program a chunk of the slots; it writes its share of the padding and tile table too."""
+    await_predecessor(IS_DEPENDENT)
+    program = tl.program_id(0)
+    num_programs = tl.num_programs(0)
+    num_slots = tl.cast(num_rows, tl.int64) * top_k
+    end = end_of_valid_slots(num_rows_ptr, num_rows, top_k)
+    layout = (stride_row, stride_col, top_k)
+    # Chunks of the valid rows' slots alone, however few they are.
+    blocks_placed = tl.cdiv(tl.cdiv(end, BLOCK_PLACED), num_programs)
+    chunk = program * blocks_placed * BLOCK_PLACED
+    # Blocks before the chunk, of which the last is cut short, then from its start on.
+    blocks_before = tl.cdiv(tl.minimum(chunk, end), BLOCK_SLOTS)
+    num_blocks = blocks_before + tl.cdiv(tl.maximum(end - chunk, 0), BLOCK_SLOTS)
+    num_tiles = 0
+    for first_expert in range(0, num_experts, BLOCK_E):
+        num_bins = tl.minimum(num_experts - first_expert, BLOCK_E)
+        before = tl.zeros([BLOCK_E], dtype=tl.int32)  # each expert's slots before the chunk
+        counts = tl.zeros([BLOCK_E], dtype=tl.int32)
+        for block in range(0, num_blocks):
+            is_before = block < blocks_before
+            first = block * BLOCK_SLOTS
+            if not is_before:
+                first += chunk - blocks_before * BLOCK_SLOTS
+            first = tl.multiple_of(first, BLOCK_PLACED)
+            until = tl.minimum(chunk, end) if is_before else end
+            ids = _load_block(ids_ptr, first, until, layout, BLOCK_SLOTS, IS_CONTIGUOUS)
+            bins = ids - first_expert
+            is_counted = (bins >= 0) & (bins < num_bins)
+            counts += tl.histogram(bins.to(tl.int32), BLOCK_E, mask=is_counted)
+            before = tl.where(is_before, counts, before)
+
+        rest = counts % BLOCK_M
+        expert_tiles = counts // BLOCK_M + (rest > 0).to(tl.int32)
+        first_tiles = num_tiles + tl.cumsum(expert_tiles, axis=0) - expert_tiles
+        num_tiles += tl.sum(expert_tiles, axis=0)
+        experts = first_expert + tl.arange(0, BLOCK_E)
+        for tile in range(program, tl.max(expert_tiles, axis=0), num_programs):
+            tl.store(tile_experts_ptr + first_tiles + tile, experts, mask=tile < expert_tiles)
+        first_positions = first_tiles.to(tl.int64) * BLOCK_M
+        padding = tl.where(rest > 0, BLOCK_M - rest, 0)
+        sentinel = tl.zeros([BLOCK_E], dtype=tl.int32) + num_slots.to(tl.int32)
+        for position in range(program, BLOCK_M, num_programs):
+            ptrs = slots_ptr + first_positions + counts + position
+            tl.store(ptrs, sentinel, mask=position < padding)
+
+        next_positions = first_positions + before
+        in_block = tl.arange(0, BLOCK_PLACED)
+        for block in range(0, blocks_placed):
+            first = chunk + block * BLOCK_PLACED
+            ids = _load_block(ids_ptr, first, end, layout, BLOCK_PLACED, IS_CONTIGUOUS)
+            bins = ids - first_expert
+            is_placed = (bins >= 0) & (bins < num_bins)
+            bins = tl.where(is_placed, bins, 0).to(tl.int32)
+            keys = tl.where(is_placed, bins, -1)
+            is_earlier = (keys[None, :] == keys[:, None]) & (in_block[None, :] < in_block[:, None])
+            rank = tl.sum(is_earlier.to(tl.int32), axis=1)
+            positions = tl.gather(next_positions, bins, axis=0) + rank
+            tl.store(slots_ptr + positions, (first + in_block).to(tl.int32), mask=is_placed)
+            if block + 1 < blocks_placed:
+                next_positions += tl.histogram(bins, BLOCK_E, mask=is_placed)
+    if program == 0:
+        tl.store(num_tiles_ptr, num_tiles)
