@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_runtime.kernels.base import ExpertInput, InputFormat
+from ep_runtime.kernels.quant.scheme import RowScheme
 
 ValueT = TypeVar("ValueT")
 ValueT_co = TypeVar("ValueT_co", covariant=True)
@@ -54,7 +55,10 @@ class ExpertPlacement:
 
 @dataclass(frozen=True)
 class BackendShape:
-    """What a backend is built for. Layers of equal shape share one backend."""
+    """What a backend is built for. Layers of equal shape share one backend.
+
+    dtype: of own rows, expert outputs and results. rows: how dispatch sends rows.
+    """
 
     num_experts: int
     hidden_size: int
@@ -62,6 +66,27 @@ class BackendShape:
     dtype: torch.dtype
     max_tokens_per_rank: int
     placement: ExpertPlacement
+    rows: RowScheme = RowScheme.MODEL
+
+    @property
+    def sent_row_bytes(self) -> int:
+        """Of one row on its way to the experts, scales included."""
+        return sent_row_bytes(self.hidden_size, self.dtype, self.rows)
+
+
+def sent_row_bytes(hidden_size: int, dtype: torch.dtype, rows: RowScheme) -> int:
+    """Of one row that dispatch sends. Example: 300 columns in fp8: 300 + 3 scales of 4 bytes."""
+    if rows is RowScheme.FP8_GROUP:
+        return hidden_size + 4 * num_row_scales(hidden_size)
+    return hidden_size * dtype.itemsize
+
+
+def num_row_scales(hidden_size: int) -> int:
+    """Of one row in fp8. Example: 300 columns have 3."""
+    # Not above: it imports Triton, which may only be imported once it is known how it runs.
+    from ep_runtime.kernels.quant.fp8_rows import num_groups
+
+    return num_groups(hidden_size)
 
 
 def landed_bytes(shape: BackendShape, ep_rank: int) -> int:
@@ -69,7 +94,7 @@ def landed_bytes(shape: BackendShape, ep_rank: int) -> int:
     placement = shape.placement
     if placement.ep_size == 1:
         return 0
-    row_bytes = shape.hidden_size * shape.dtype.itemsize + shape.top_k * 8
+    row_bytes = shape.sent_row_bytes + shape.top_k * 8
     return placement.ep_size * shape.max_tokens_per_rank * row_bytes
 
 
@@ -79,7 +104,7 @@ def landed_batched_bytes(shape: BackendShape, ep_rank: int) -> int:
     if placement.ep_size == 1:
         return 0
     capacity = placement.ep_size * shape.max_tokens_per_rank
-    expert_bytes = capacity * shape.hidden_size * shape.dtype.itemsize + 4
+    expert_bytes = capacity * shape.sent_row_bytes + 4
     return placement.num_local_experts(ep_rank) * expert_bytes
 
 
@@ -92,7 +117,8 @@ class BackendCapabilities:
     needs_peer_access: ranks reach each other's memory: one host, every two devices on NVLink.
     auto_max_tokens: `auto` takes it up to this max_tokens_per_rank; None for any.
     receive_bytes: (shape, ep_rank) -> device memory that received rows take, at most.
-    max_ep_size, ep_sizes, max_top_k, max_hidden_size: None for any. dtypes: of the rows.
+    max_ep_size, ep_sizes, max_top_k, max_hidden_size: None for any. dtypes: of a layer's rows.
+    row_schemes: how dispatch can send them.
     """
 
     name: str
@@ -110,6 +136,7 @@ class BackendCapabilities:
     ep_sizes: frozenset[int] | None = None
     max_top_k: int | None = None
     max_hidden_size: int | None = None
+    row_schemes: frozenset[RowScheme] = frozenset({RowScheme.MODEL})
     needs_peer_access: bool = False
     auto_max_tokens: int | None = None
     receive_bytes: Callable[[BackendShape, int], int] = landed_bytes
@@ -140,6 +167,11 @@ def shape_fault(backend: BackendCapabilities, shape: BackendShape) -> str | None
         return (
             f"dtype {str(shape.dtype).removeprefix('torch.')} is not among its {names}; use "
             f"dtype: {names.split(', ')[0]} or all2all_backend: all_to_all"
+        )
+    if shape.rows not in backend.row_schemes:
+        return (
+            f"it sends rows as {', '.join(sorted(backend.row_schemes))}, and dispatch_dtype is "
+            f"{shape.rows}; use dispatch_dtype: auto or another all2all_backend"
         )
     for key, value, limit in (
         ("top_k", shape.top_k, backend.max_top_k),

@@ -6,8 +6,10 @@ Wire protocol, with M = max_tokens_per_rank, made up to what the kernels take, P
    kernels are compiled for. A rank without rows sends one that is not routed: an empty tensor has
    no address. Where equal ids in a row could overflow an expert's M places for this rank, they are
    folded into the first of them, with the sum of their weights.
-2. dispatch launches the send: a row goes once to each of its experts. Joining launches the
-   receive, which packs [E_local, P * M, H] rows and [E_local] counts.
+2. dispatch launches the send: a row goes once to each of its experts, in bf16, or as e4m3 with a
+   float32 scale for every 128 columns, which the send makes of it. Joining launches the receive,
+   which packs [E_local, P * M, H] rows (and [E_local, P * M, H / 128] scales, column-major) and
+   [E_local] counts.
 3. combine launches the send of each expert's raw rows; joining launches the receive, which weights
    and sums them in float32 at the row's own rank, into memory of ours.
 
@@ -34,6 +36,7 @@ from ep_runtime.all2all.base import (
     EPGroup,
     RoutedTokens,
     landed_batched_bytes,
+    num_row_scales,
 )
 from ep_runtime.all2all.deepep_one_rank import OneRankBuffer
 from ep_runtime.all2all.deepep_package import (
@@ -48,6 +51,7 @@ from ep_runtime.all2all.deepep_package import (
 from ep_runtime.all2all.expert_ids import look_up
 from ep_runtime.kernels.base import BatchedExpertInput, ExpertInput, InputFormat
 from ep_runtime.kernels.errors import CapacityError, PlanError
+from ep_runtime.kernels.quant.scheme import RowScheme
 
 # What the kernels of 1.2.1 are compiled for.
 HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
@@ -83,9 +87,11 @@ class PendingReceive:
 
 @dataclass
 class PendingDispatch(PendingReceive):
-    """rows: [E_local, P * M, H], counts: [E_local] int32; both unwritten until joined."""
+    """rows: [E_local, P * M, H], scales: None, or [E_local, P * M, ceil(H / 128)] float32, counts:
+    [E_local] int32; all unwritten until joined."""
 
     rows: Tensor
+    scales: Tensor | None
     counts: Tensor
     handle: LowLatencyCall
 
@@ -94,7 +100,8 @@ class PendingDispatch(PendingReceive):
             raise ValueError("deepep_low_latency's dispatch takes no bias")
         self.join()
         num_source_rows = self.handle.tokens.num_source_rows
-        return BatchedExpertInput(self.rows, self.counts, num_source_rows), self.handle
+        received = BatchedExpertInput(self.rows, self.counts, num_source_rows, self.scales)
+        return received, self.handle
 
 
 @dataclass
@@ -129,6 +136,7 @@ class DeepEPLowLatencyBackend:
         auto_max_tokens=256,
         receive_bytes=landed_batched_bytes,
         dtypes=frozenset({torch.bfloat16}),
+        row_schemes=frozenset(RowScheme),
         ep_sizes=frozenset({1, 2, 4, 8}),
         max_top_k=MAX_TOP_K,
         max_hidden_size=HIDDEN_SIZES[-1],
@@ -195,17 +203,22 @@ class DeepEPLowLatencyBackend:
 
     def dispatch(self, prepared: PaddedTokens) -> PendingDispatch:
         self._group.check()
+        in_fp8, hidden_size = self._shape.rows is RowScheme.FP8_GROUP, self._shape.hidden_size
         rows, counts, layout, _, hook = self._buffer.low_latency_dispatch(
             prepared.hidden_states,
             prepared.topk_ids,
             self._max_rows,
             self._shape.num_experts,
-            use_fp8=False,
+            use_fp8=in_fp8,
             return_recv_hook=True,
         )
+        scales = None
+        if in_fp8:
+            rows, scales = rows
+            scales = scales[..., : num_row_scales(hidden_size)]
+        rows = rows[..., :hidden_size]
         handle = LowLatencyCall(prepared, layout, self._next_call())
-        rows = rows[..., : self._shape.hidden_size]
-        return PendingDispatch(self, handle.number, hook, rows, counts, handle)
+        return PendingDispatch(self, handle.number, hook, rows, scales, counts, handle)
 
     def combine(
         self, expert_output: Tensor, handle: LowLatencyCall, bias: Tensor | None = None

@@ -43,9 +43,14 @@ class OneRankBuffer:
         topk_idx: Tensor,
         num_max_dispatch_tokens_per_rank: int,
         num_experts: int,
-        **_: Any,
-    ) -> tuple[Tensor, Tensor, Tensor, NothingToWaitFor, Callable[[], None]]:
-        """[E, capacity, H] rows and [E] counts; the handle is each slot's place, [T * K]."""
+        *,
+        use_fp8: bool,
+        return_recv_hook: bool,
+    ) -> tuple[
+        Tensor | tuple[Tensor, Tensor], Tensor, Tensor, NothingToWaitFor, Callable[[], None]
+    ]:
+        """[E, capacity, H] rows (with use_fp8: e4m3 and [E, capacity, ceil(H / 128)] scales) and
+        [E] counts; the handle is each slot's place, [T * K]."""
         capacity = num_max_dispatch_tokens_per_rank
         slots = topk_idx.flatten()
         is_expert = slots[:, None] == torch.arange(num_experts, device=slots.device)
@@ -53,9 +58,22 @@ class OneRankBuffer:
         before = seen.gather(1, slots.clamp(min=0)[:, None])[:, 0] - 1
         # The last row takes the slots that are not routed.
         place = torch.where(slots < 0, num_experts * capacity, slots * capacity + before)
-        rows = x.new_empty((num_experts * capacity + 1, x.shape[1]))
-        rows.index_copy_(0, place, x.repeat_interleave(topk_idx.shape[1], dim=0))
-        received = rows[:-1].view(num_experts, capacity, x.shape[1])
+
+        def placed(part: Tensor) -> Tensor:
+            spread = part.new_empty((num_experts * capacity + 1, part.shape[1]))
+            spread.index_copy_(0, place, part.repeat_interleave(topk_idx.shape[1], dim=0))
+            return spread[:-1].view(num_experts, capacity, part.shape[1])
+
+        received: Tensor | tuple[Tensor, Tensor]
+        if use_fp8:
+            from ep_runtime.kernels.quant.fp8_rows import quantize_rows_reference
+
+            values, scales = quantize_rows_reference(x)
+            # As bytes: torch does not index fp8.
+            placed_bytes = placed(values.contiguous().view(torch.uint8))
+            received = placed_bytes.view(torch.float8_e4m3fn), placed(scales)
+        else:
+            received = placed(x)
         return received, seen[-1].contiguous(), place, NothingToWaitFor(), _do_nothing
 
     def low_latency_combine(

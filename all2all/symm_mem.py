@@ -9,8 +9,9 @@ Wire protocol of one call in one slot, seen from rank s:
 1. dispatch (one launch, `put_tokens`) writes into the slot of every rank d, from row
    first_row(s) = the rows of the ranks before s: the ids local to d of each own row (-1 for slots
    that live elsewhere), the row's origin (s, t), and, only where d holds one of the row's experts,
-   its weights and the row itself, once. Then it adds ARRIVAL_SHARES to s's dispatch counter at
-   every d, itself included, also with zero rows.
+   its weights and the row itself, once: as it is, or with fp8 rows its e4m3 values and their
+   scales, which the same program makes of it on the way. Then it adds ARRIVAL_SHARES to s's
+   dispatch counter at every d, itself included, also with zero rows.
 2. joining dispatch (one launch, one program) waits until the dispatch counter of every source has
    reached (epoch + 1) * ARRIVAL_SHARES, and counts the call: epoch += 1. The received rows are the
    first sum(rows_per_rank) rows of the buffer; the experts read them where they are. Rows that
@@ -55,6 +56,9 @@ with a bounded number of programs; smaller ones stay on the current stream, whic
 there the flight and the peers' work remain to overlap with. The join orders the current stream
 behind the put. Rows and outputs that are in flight are held by the Pending.
 
+Host. What is the same in every call (addresses, sizes, compiled kernels, events) is worked out once
+(kernels/launch.py, all2all/comm_stream.py); a call looks at its own tensors and row counts.
+
 Where it waits: on the device, in the joins; never on the host on CUDA. On a CPU (Triton's
 interpreter) the join is the wait, in slices between which `group.check()` is asked.
 
@@ -82,20 +86,25 @@ from ep_runtime.all2all.base import (
     EPGroup,
     RoutedTokens,
 )
+from ep_runtime.all2all.comm_stream import CommStream
 from ep_runtime.all2all.symmetric_buffer import SymmetricBuffer, open_symmetric_buffer
 from ep_runtime.kernels.base import InputFormat, StandardExpertInput
-from ep_runtime.kernels.errors import CapacityError, RankFailure
+from ep_runtime.kernels.errors import CapacityError, PlanError, RankFailure
 from ep_runtime.kernels.interpreter import prepare_launch
+from ep_runtime.kernels.quant.scheme import RowScheme
 from ep_runtime.kernels.symm_channel import (
     Channel,
+    ExpertHomes,
     FailedWait,
     SlotLayout,
     first_received_row,
 )
-from ep_runtime.kernels.symm_put import ExpertHomes, put_results, put_tokens
+from ep_runtime.kernels.symm_put_results import put_results
+from ep_runtime.kernels.symm_put_tokens import put_tokens
 from ep_runtime.kernels.symm_wait import sum_results, wait_for_dispatch, wait_for_results
 
 NUM_SLOTS = 2
+_FP8_CAPABILITY = (8, 9)  # the first GPUs that convert to e4m3
 _SLICE_S = 0.1  # of a wait on a CPU, between two looks at whether a rank has failed
 
 
@@ -104,9 +113,10 @@ class SymmMemLimits:
     """What bounds the backend's waits and launches.
 
     wait_limit_s: for a peer, in one join. put_programs: of one put at most; None: as many as the
-    device has multiprocessors. combine_programs: of a combine on the communication stream: 64 leave
-    half of an H200 to the shared expert and reach 0.97 of the rate of 132. comm_stream_bytes: puts
-    of fewer bytes stay on the current stream.
+    device has multiprocessors, and twice as many where dispatch quantises, so that one program of
+    each computes while the other's rows are on their way. combine_programs: of a combine on the
+    communication stream: 64 leave half of an H200 to the shared expert and reach 0.97 of the rate
+    of 132. comm_stream_bytes: puts of fewer bytes stay on the current stream.
     """
 
     wait_limit_s: float = 100.0
@@ -146,7 +156,7 @@ class PendingDispatch:
     backend: "SymmMemBackend"
     prepared: PreparedTokens
     handle: SlotCall
-    put_event: torch.cuda.Event | None
+    is_on_comm_stream: bool
     _is_joined: bool = field(default=False, init=False)
 
     def join(self) -> None:
@@ -154,20 +164,14 @@ class PendingDispatch:
         if self._is_joined:
             return
         self._is_joined = True
-        self.backend.wait(self.handle.slot, wait_for_dispatch, self.put_event)
+        self.backend.wait(self, wait_for_dispatch)
 
     def wait(self, bias: Tensor | None = None) -> tuple[StandardExpertInput, SlotCall]:
         """The received rows: views of the slot, valid until the call's combine is joined."""
         if bias is not None:
             raise ValueError("symm_mem's dispatch takes no bias")
         self.join()
-        channel, rows = self.backend.channels[self.handle.slot], self.handle.num_received
-        received = StandardExpertInput(
-            hidden_states=channel.rows[:rows],
-            topk_ids=channel.topk_ids[:rows],
-            topk_weights=channel.topk_weights[:rows],
-        )
-        return received, self.handle
+        return self.backend.received(self.handle), self.handle
 
 
 @dataclass
@@ -177,7 +181,7 @@ class PendingCombine:
     backend: "SymmMemBackend"
     expert_output: Tensor
     handle: SlotCall
-    put_event: torch.cuda.Event | None
+    is_on_comm_stream: bool
     _is_joined: bool = field(default=False, init=False)
     _is_given: bool = field(default=False, init=False)
 
@@ -186,7 +190,7 @@ class PendingCombine:
         if self._is_joined:
             return
         self._is_joined = True
-        self.backend.wait(self.handle.slot, wait_for_results, self.put_event)
+        self.backend.wait(self, wait_for_results)
 
     def wait(self, bias: Tensor | None = None) -> Tensor:
         """Sum the results and `bias` [T, H] in float32; a fresh [T, H] in the input's dtype."""
@@ -203,6 +207,7 @@ def _slot_layout(shape: BackendShape) -> SlotLayout:
         shape.hidden_size,
         shape.top_k,
         shape.dtype,
+        shape.rows,
     )
 
 
@@ -211,6 +216,7 @@ class SymmMemBackend:
 
     Building it is a collective of the group. limits: as `SymmMemLimits`. open_buffer: makes the
     memory; `open_symmetric_buffer`, or one rank of `virtual_buffers` in a stress test.
+    dispatch_programs, put_programs: of a dispatch, and of a combine on the current stream.
     """
 
     capabilities: ClassVar[BackendCapabilities] = BackendCapabilities(
@@ -221,6 +227,7 @@ class SymmMemBackend:
         uneven_experts=True,
         supports_cuda_graph=True,
         needs_triton=True,
+        row_schemes=frozenset(RowScheme),
         needs_peer_access=True,
         receive_bytes=lambda shape, ep_rank: NUM_SLOTS * _slot_layout(shape).num_bytes,
     )
@@ -236,22 +243,30 @@ class SymmMemBackend:
         prepare_launch(group.device)
         self.limits = limits or SymmMemLimits()
         self._group, self.shape = group, shape
-        device, on_cuda = group.device, group.device.type == "cuda"
-        placement = shape.placement
-        self._homes = ExpertHomes(
-            torch.tensor(placement.rank_of, dtype=torch.int32, device=device),
-            torch.tensor(placement.local_id_of, dtype=torch.int32, device=device),
-        )
-        self._put_programs = self.limits.put_programs or _num_multiprocessors(device)
-        self._comm_stream = torch.cuda.Stream(device, priority=-1) if on_cuda else None
-        self._record = torch.zeros(1, dtype=torch.int64, pin_memory=on_cuda)
+        device, self._on_cuda = group.device, group.device.type == "cuda"
+        if self._on_cuda and shape.rows is RowScheme.FP8_GROUP:
+            refuse_without_fp8(device)
+        self.put_programs = self.limits.put_programs or _num_multiprocessors(device)
+        self.dispatch_programs = self.put_programs
+        if self.limits.put_programs is None and shape.rows is RowScheme.FP8_GROUP:
+            self.dispatch_programs *= 2
+        self._comm_stream = CommStream(device, NUM_SLOTS) if self._on_cuda else None
+        self._record = torch.zeros(1, dtype=torch.int64, pin_memory=self._on_cuda)
+        self._record_word = self._record.numpy()  # reading a tensor takes ten times as long
+        self._sent_row_bytes = shape.sent_row_bytes
+        self._result_row_bytes = shape.hidden_size * shape.dtype.itemsize
         layout = _slot_layout(shape)
         self._buffer: SymmetricBuffer | None = open_buffer(group, NUM_SLOTS * layout.num_bytes)
         self.channels = self._make_channels(layout, self._buffer)
         self._free_slots = list(range(NUM_SLOTS))
+        self._received: dict[int, tuple[int, StandardExpertInput]] = {}
 
     def _make_channels(self, layout: SlotLayout, buffer: SymmetricBuffer) -> Sequence[Channel]:
-        device = self._group.device
+        device, placement = self._group.device, self.shape.placement
+        homes = ExpertHomes(
+            torch.tensor(placement.rank_of, dtype=torch.int32, device=device),
+            torch.tensor(placement.local_id_of, dtype=torch.int32, device=device),
+        )
         failed = torch.zeros(1, dtype=torch.int64, device=device)
         channels = []
         for slot in range(NUM_SLOTS):
@@ -263,6 +278,7 @@ class SymmMemBackend:
                     rank=self._group.rank,
                     memory=buffer.memory[start : start + layout.num_bytes],
                     peers=torch.tensor(peers, dtype=torch.int64, device=device),
+                    homes=homes,
                     epoch=torch.zeros(1, dtype=torch.int64, device=device),
                     failed=failed,
                     record=self._record,
@@ -282,7 +298,7 @@ class SymmMemBackend:
             )
         return PreparedTokens(
             hidden_states=tokens.hidden_states.contiguous(),
-            topk_ids=tokens.topk_ids.to(torch.int32).contiguous(),
+            topk_ids=tokens.topk_ids.contiguous(),
             topk_weights=tokens.topk_weights.contiguous(),
             first_row=first_received_row(tokens.rows_per_rank, self._group.rank),
             num_received=sum(tokens.rows_per_rank),
@@ -298,19 +314,18 @@ class SymmMemBackend:
             )
         slot = self._free_slots.pop(0)
         handle = SlotCall(slot, prepared.topk_ids, prepared.first_row, prepared.num_received)
-        tokens = (prepared.hidden_states, prepared.topk_ids, prepared.topk_weights)
-
-        def put() -> None:
-            put_tokens(
-                self.channels[slot],
-                tokens,
-                self._homes,
-                first_row=prepared.first_row,
-                max_programs=self._put_programs,
-            )
-
-        is_small = self._is_small(prepared.hidden_states, prepared.hidden_states.shape[0])
-        return PendingDispatch(self, prepared, handle, self._issue(put, is_small))
+        sent_bytes = prepared.hidden_states.shape[0] * self._sent_row_bytes
+        comm_stream = self._comm_stream_for(sent_bytes)
+        put_tokens(
+            self.channels[slot],
+            (prepared.hidden_states, prepared.topk_ids, prepared.topk_weights),
+            first_row=prepared.first_row,
+            max_programs=self.dispatch_programs,
+            stream=comm_stream.address if comm_stream is not None else None,
+        )
+        if comm_stream is not None:
+            comm_stream.mark_end(slot)
+        return PendingDispatch(self, prepared, handle, comm_stream is not None)
 
     def combine(
         self, expert_output: Tensor, handle: SlotCall, bias: Tensor | None = None
@@ -318,26 +333,33 @@ class SymmMemBackend:
         """Issue the results. expert_output: [R, H] by received row."""
         if bias is not None:
             raise ValueError("symm_mem's combine takes its bias at the join: wait(bias=...)")
+        if expert_output.dtype != self.shape.dtype:
+            raise ValueError(
+                f"symm_mem's combine was given {expert_output.dtype}; experts return rows in the "
+                f"layer's dtype, {self.shape.dtype}"
+            )
         self.check()
         expert_output = expert_output.contiguous()
-        num_foreign_rows = expert_output.shape[0] - handle.topk_ids.shape[0]
-        is_small = self._is_small(expert_output, num_foreign_rows)
-
-        def put() -> None:
-            put_results(
-                self.channels[handle.slot],
-                expert_output,
-                num_own_rows=handle.topk_ids.shape[0],
-                first_own_row=handle.first_row,
-                max_programs=self._put_programs if is_small else self.limits.combine_programs,
-            )
-
-        return PendingCombine(self, expert_output, handle, self._issue(put, is_small))
+        num_own_rows = handle.topk_ids.shape[0]
+        sent_bytes = (handle.num_received - num_own_rows) * self._result_row_bytes
+        comm_stream = self._comm_stream_for(sent_bytes)
+        has_comm_stream = comm_stream is not None
+        put_results(
+            self.channels[handle.slot],
+            expert_output,
+            num_own_rows=num_own_rows,
+            first_own_row=handle.first_row,
+            max_programs=self.limits.combine_programs if has_comm_stream else self.put_programs,
+            stream=comm_stream.address if comm_stream is not None else None,
+        )
+        if comm_stream is not None:
+            comm_stream.mark_end(handle.slot)
+        return PendingCombine(self, expert_output, handle, has_comm_stream)
 
     def check(self) -> None:
         """Raise RankFailure once a wait of this rank has run out, or some rank has failed."""
         self._group.check()
-        failed = FailedWait.from_record(int(self._record))
+        failed = FailedWait.from_record(int(self._record_word[0]))
         if failed is not None:
             raise RankFailure(
                 f"{self._name(self._group.rank)} waited {self.limits.wait_limit_s:g} s for "
@@ -350,36 +372,48 @@ class SymmMemBackend:
         if self._comm_stream is not None:
             torch.cuda.synchronize(self._group.device)
         self.channels = ()
+        self._received.clear()
         self._buffer = None
         self.check()
 
     def wait(
-        self,
-        slot: int,
-        launch_wait: Callable[..., None],
-        put_event: torch.cuda.Event | None,
+        self, pending: PendingDispatch | PendingCombine, launch_wait: Callable[..., None]
     ) -> None:
         """Join a phase of a call: `launch_wait`, behind the own put."""
-        channel = self.channels[slot]
-        if put_event is not None:
-            torch.cuda.current_stream(self._group.device).wait_event(put_event)
-        if self._group.device.type == "cuda":
+        channel = self.channels[pending.handle.slot]
+        if self._on_cuda:
+            self._join_own_put(pending)
             launch_wait(channel, limit_ns=channel.wait_limit_ns)
         else:
             self._wait_in_slices(channel, launch_wait)
 
+    def received(self, handle: SlotCall) -> StandardExpertInput:
+        """A joined call's rows. The views are made anew only when their number changes."""
+        num_rows, views = self._received.get(handle.slot, (-1, None))
+        if views is None or num_rows != handle.num_received:
+            channel, num_rows = self.channels[handle.slot], handle.num_received
+            views = StandardExpertInput(
+                hidden_states=channel.rows[:num_rows],
+                topk_ids=channel.topk_ids[:num_rows],
+                topk_weights=channel.topk_weights[:num_rows],
+                scales=channel.scales[:num_rows] if channel.scales is not None else None,
+                num_source_rows=num_rows,
+            )
+            self._received[handle.slot] = num_rows, views
+        return views
+
     def finish(self, pending: PendingCombine, bias: Tensor | None, *, is_joined: bool) -> Tensor:
         """Sum the results of a call and give its slot back; joins where that is still to do."""
-        handle, device = pending.handle, self._group.device
-        if not is_joined and device.type == "cpu":
-            pending.join()
-        elif not is_joined and pending.put_event is not None:
-            torch.cuda.current_stream(device).wait_event(pending.put_event)
+        handle = pending.handle
+        if not is_joined:
+            if self._on_cuda:
+                self._join_own_put(pending)
+            else:
+                pending.join()
         output = sum_results(
             self.channels[handle.slot],
             pending.expert_output,
             handle.topk_ids,
-            self._homes.rank_of,
             first_own_row=handle.first_row,
             bias=bias,
             is_joined=is_joined,
@@ -387,23 +421,17 @@ class SymmMemBackend:
         self._free_slots = sorted([*self._free_slots, handle.slot])
         return output
 
-    def _is_small(self, rows: Tensor, num_sent: int) -> bool:
-        """Whether a put of so many of `rows` stays on the current stream."""
-        num_bytes = num_sent * rows.shape[1] * rows.element_size()
-        return self._comm_stream is None or num_bytes < self.limits.comm_stream_bytes
-
-    def _issue(self, put: Callable[[], None], is_small: bool) -> torch.cuda.Event | None:
-        """Launch a put; the event behind it where it went to the communication stream."""
-        comm_stream = self._comm_stream
-        if comm_stream is None or is_small:
-            put()
+    def _comm_stream_for(self, num_bytes: int) -> CommStream | None:
+        """The communication stream, behind the current one, for a put of so many bytes to a rank;
+        None where it stays on the current stream."""
+        if self._comm_stream is None or num_bytes < self.limits.comm_stream_bytes:
             return None
-        comm_stream.wait_stream(torch.cuda.current_stream(self._group.device))
-        with torch.cuda.stream(comm_stream):
-            put()
-            event = torch.cuda.Event()
-            event.record()
-        return event
+        self._comm_stream.follow_current_stream()
+        return self._comm_stream
+
+    def _join_own_put(self, pending: PendingDispatch | PendingCombine) -> None:
+        if pending.is_on_comm_stream and self._comm_stream is not None:
+            self._comm_stream.join(pending.handle.slot)
 
     def _wait_in_slices(self, channel: Channel, launch_wait: Callable[..., None]) -> None:
         """A CPU's wait: the same kernel, stopped now and then to see whether a rank has failed."""
@@ -411,7 +439,7 @@ class SymmMemBackend:
         while True:
             left = deadline - time.monotonic()
             launch_wait(channel, limit_ns=int(max(min(left, _SLICE_S), 0.0) * 1e9))
-            if int(self._record) == 0 or left <= _SLICE_S:
+            if int(self._record_word[0]) == 0 or left <= _SLICE_S:
                 return
             channel.failed.zero_()
             self._record.zero_()
@@ -430,3 +458,14 @@ def _num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 3
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def refuse_without_fp8(device: torch.device) -> None:
+    """Raise PlanError for a GPU that cannot make fp8 rows."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _FP8_CAPABILITY:
+        raise PlanError(
+            f"dispatch_dtype fp8 needs a GPU of compute capability 8.9 or later in symm_mem, and "
+            f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}; use "
+            f"dispatch_dtype: model"
+        )

@@ -28,7 +28,9 @@ from ep_runtime.all2all.base import BackendShape, EPGroup, RoutedTokens
 from ep_runtime.all2all.symm_mem import SymmMemBackend
 from ep_runtime.all2all.symmetric_buffer import SymmetricBuffer, virtual_buffers
 from ep_runtime.config import DTYPES, MoEConfig
-from ep_runtime.kernels.symm_put import ExpertHomes, put_results, put_tokens
+from ep_runtime.kernels.quant.scheme import RowScheme
+from ep_runtime.kernels.symm_put_results import put_results
+from ep_runtime.kernels.symm_put_tokens import put_tokens
 from ep_runtime.kernels.symm_wait import sum_results, wait_for_dispatch
 from ep_runtime.launch.bench_inputs import NUM_INPUT_SETS, Case, load_of, make_input_sets
 from ep_runtime.launch.environment import describe_versions
@@ -41,7 +43,7 @@ REPLAYS = 50
 HOST_ROUNDS = 100
 COPY_BYTES = 1 << 30
 FORMULAS = {
-    "put_tokens": "own rows in; a row out per rank that needs it; routing, P * (8 K + 4) a row",
+    "put_tokens": "own rows in; a row as it is sent out per rank; routing, P * (8 K + 4) a row",
     "wait_for_dispatch": "none: it reads P counters",
     "put_results": "a row in and out per received foreign row; 4 K + 4 of routing each",
     "sum_results": "a row in per (row, rank) pair; a row out per own row. It waits first",
@@ -69,6 +71,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--num-experts", type=int, default=256)
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
+    parser.add_argument("--rows", choices=sorted(RowScheme), default="model", help="as they travel")
     parser.add_argument("--routing", default="random", choices=("random", "balanced", "zipf"))
     parser.add_argument("--json", type=Path)
     return parser.parse_args(arguments)
@@ -99,7 +102,7 @@ def median_us(call: Callable[[int], object], device: torch.device) -> float:
 class VirtualRanks:
     """The backends of all ranks, and what each sends."""
 
-    def __init__(self, case: Case, num_ranks: int, device: torch.device) -> None:
+    def __init__(self, case: Case, num_ranks: int, device: torch.device, rows: RowScheme) -> None:
         self.case, self.device, self.num_ranks = case, device, num_ranks
         moe = case.moe
         self.shape = BackendShape(
@@ -109,6 +112,7 @@ class VirtualRanks:
             dtype=moe.torch_dtype,
             max_tokens_per_rank=case.tokens_per_rank,
             placement=place_experts("linear", moe.num_experts, num_ranks),
+            rows=rows,
         )
         buffers: list[SymmetricBuffer] = []
 
@@ -156,26 +160,19 @@ class VirtualRanks:
 
     def kernels(self) -> dict[str, Callable[[int, int], object]]:
         """Each kernel of a call by name, as a function of rank and input set."""
-        placement, limits = self.shape.placement, self.backends[0].limits
-        homes = ExpertHomes(
-            torch.tensor(placement.rank_of, dtype=torch.int32, device=self.device),
-            torch.tensor(placement.local_id_of, dtype=torch.int32, device=self.device),
-        )
-        num_tokens, programs = self.case.tokens_per_rank, 3
-        if self.device.type == "cuda":
-            programs = torch.cuda.get_device_properties(self.device).multi_processor_count
+        limits, num_tokens = self.backends[0].limits, self.case.tokens_per_rank
         row_bytes = self.shape.hidden_size * self.shape.dtype.itemsize
         num_foreign = (self.num_ranks - 1) * num_tokens
         is_small = num_foreign * row_bytes < limits.comm_stream_bytes
 
         def put(rank: int, index: int) -> None:
             tokens = self.sets[rank][index % NUM_INPUT_SETS]
+            backend = self.backends[rank]
             put_tokens(
-                self.backends[rank].channels[0],
+                backend.channels[0],
                 (tokens.hidden_states, tokens.topk_ids, tokens.topk_weights),
-                homes,
                 first_row=rank * num_tokens,
-                max_programs=limits.put_programs or programs,
+                max_programs=backend.dispatch_programs,
             )
 
         def wait(rank: int, index: int) -> None:
@@ -183,14 +180,13 @@ class VirtualRanks:
             wait_for_dispatch(channel, limit_ns=channel.wait_limit_ns)
 
         def put_back(rank: int, index: int) -> None:
+            backend = self.backends[rank]
             put_results(
-                self.backends[rank].channels[0],
+                backend.channels[0],
                 self.output,
                 num_own_rows=num_tokens,
                 first_own_row=rank * num_tokens,
-                max_programs=(limits.put_programs or programs)
-                if is_small
-                else limits.combine_programs,
+                max_programs=backend.put_programs if is_small else limits.combine_programs,
             )
 
         def sum_up(rank: int, index: int) -> Tensor:
@@ -198,7 +194,6 @@ class VirtualRanks:
                 self.backends[rank].channels[0],
                 self.output,
                 self.sets[rank][index % NUM_INPUT_SETS].topk_ids,
-                homes.rank_of,
                 first_own_row=rank * num_tokens,
                 bias=None,
                 is_joined=False,
@@ -224,7 +219,7 @@ class VirtualRanks:
         foreign = (num_ranks - 1) * num_tokens
         routing = num_tokens * num_ranks * (8 * top_k + 4)
         return {
-            "put_tokens": round((num_tokens + pairs) * row + routing),
+            "put_tokens": round(num_tokens * row + pairs * self.shape.sent_row_bytes + routing),
             "wait_for_dispatch": None,
             "put_results": round(2 * max(back) / NUM_INPUT_SETS * row + foreign * (4 * top_k + 4)),
             "sum_results": round((pairs + num_tokens) * row),
@@ -300,8 +295,7 @@ def measure_call(ranks: VirtualRanks) -> float | None:
     return median_us(ranks.round, ranks.device) / ranks.num_ranks
 
 
-def measure_case(case: Case, num_ranks: int, device: torch.device, copy_gbps: float | None) -> Any:
-    ranks = VirtualRanks(case, num_ranks, device)
+def measure_case(ranks: VirtualRanks, copy_gbps: float | None) -> Any:
     for index in range(NUM_INPUT_SETS):
         ranks.round(index)
     counts, no_counts = count_launches(ranks)
@@ -309,7 +303,7 @@ def measure_case(case: Case, num_ranks: int, device: torch.device, copy_gbps: fl
     # Last: these leave the slot in the middle of a call.
     launches = measure_launches(ranks, copy_gbps)
     return {
-        **case.sizes(),
+        **ranks.case.sizes(),
         "launches": [asdict(launch) for launch in launches],
         "launches_us": sum(launch.us for launch in launches),
         "call_us": call_us,
@@ -336,7 +330,8 @@ def main(arguments: list[str]) -> int:
             dtype=options.dtype,
         )
         case = Case(moe, options.routing, num_tokens)
-        cases.append(measure_case(case, options.ranks, device, copy_gbps))
+        ranks = VirtualRanks(case, options.ranks, device, RowScheme(options.rows))
+        cases.append(measure_case(ranks, copy_gbps))
         for launch in cases[-1]["launches"]:
             gbps, floor = launch["gbps"] or float("nan"), launch["floor_us"] or float("nan")
             print(

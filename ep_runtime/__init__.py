@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from ep_runtime.kernels.errors import EPRuntimeError as EPRuntimeError
     from ep_runtime.kernels.errors import PlanError as PlanError
     from ep_runtime.kernels.errors import RankFailure as RankFailure
+    from ep_runtime.kernels.quant.scheme import QuantizedTensor as QuantizedTensor
+    from ep_runtime.kernels.quant.scheme import QuantParameters as QuantParameters
+    from ep_runtime.kernels.quant.scheme import QuantScheme as QuantScheme
+    from ep_runtime.kernels.quant.scheme import WeightScheme as WeightScheme
     from ep_runtime.kernels.registry import register_experts as register_experts
     from ep_runtime.layer import MoELayer as MoELayer
     from ep_runtime.machine import Machine as Machine
@@ -38,8 +42,12 @@ _DEFINED_IN = {
     "ParallelConfig": "config",
     "Plan": "plan",
     "PlanError": "kernels.errors",
+    "QuantParameters": "kernels.quant.scheme",
+    "QuantScheme": "kernels.quant.scheme",
+    "QuantizedTensor": "kernels.quant.scheme",
     "RankFailure": "kernels.errors",
     "SharedExpertsConfig": "config",
+    "WeightScheme": "kernels.quant.scheme",
     "init_distributed": "distributed",
     "load_model": "models",
     "register_backend": "all2all.registry",

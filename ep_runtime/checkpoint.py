@@ -5,7 +5,7 @@ Only safetensors files are read, and no code of a checkpoint is run.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,9 +20,20 @@ from ep_runtime.kernels.errors import CheckpointError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+MODELOPT_FILE = "hf_quant_config.json"
 MAX_LISTED = 8  # names in one message
 PICKLE_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+# With those of which the tensors of quantised weights are.
+STORED_DTYPES = {
+    **FLOAT_DTYPES,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 # A tensor is copied in pieces, and a file is mapped anew after so many bytes: touched pages of a
 # mapping count as this process's memory until it is unmapped.
 PIECE_BYTES = 16 << 20
@@ -39,20 +50,35 @@ class TensorInfo:
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
-    """config.json as a dict; CheckpointError where it is not there or not JSON."""
+    """config.json as a dict, with modelopt's file beside it, where that is all that says how the
+    checkpoint is quantised, as its `quantization_config`.
+
+    CheckpointError where config.json is not there, or a file is not a JSON object.
+    """
     path = Path(directory) / "config.json"
     if not Path(directory).is_dir():
         raise CheckpointError(
             f"checkpoint {str(directory)!r} is not a directory; give a local one that holds "
             f"config.json and {SINGLE_FILE}"
         )
+    config = _read_object(path)
+    modelopt = Path(directory) / MODELOPT_FILE
+    if config.get("quantization_config") is None and modelopt.is_file():
+        keys = _read_object(modelopt).get("quantization")
+        if not isinstance(keys, dict):
+            raise CheckpointError(f"{modelopt}: quantization must be a mapping; got {keys!r}")
+        config["quantization_config"] = {"quant_method": "modelopt", **keys}
+    return config
+
+
+def _read_object(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text())
+        values = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(config, dict):
+    if not isinstance(values, dict):
         raise CheckpointError(f"{path}: must hold a JSON object")
-    return config
+    return values
 
 
 class CheckpointReader:
@@ -95,19 +121,25 @@ class CheckpointReader:
     def num_bytes(self, name: str) -> int:
         """A tensor's bytes in its file."""
         info = self.tensors[name]
-        return prod(info.shape) * FLOAT_DTYPES[info.dtype].itemsize
+        return prod(info.shape) * STORED_DTYPES[info.dtype].itemsize
 
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """CheckpointError where a tensor's shape or dtype is not what the model wants."""
+    def check(
+        self,
+        name: str,
+        *shapes: tuple[int, ...],
+        dtypes: Collection[torch.dtype] = tuple(FLOAT_DTYPES.values()),
+    ) -> None:
+        """CheckpointError where a tensor's shape or dtype is none of those that the model wants."""
         info = self.tensors[name]
-        if info.shape != shape:
+        if info.shape not in shapes:
+            wanted = " or ".join(str(list(shape)) for shape in shapes)
             raise CheckpointError(
-                f"{name}: shape {list(info.shape)} in {info.file}, wanted {list(shape)}"
+                f"{name}: shape {list(info.shape)} in {info.file}, wanted {wanted}"
             )
-        if info.dtype not in FLOAT_DTYPES:
+        if STORED_DTYPES.get(info.dtype) not in dtypes:
+            known = [spelt for spelt, dtype in STORED_DTYPES.items() if dtype in dtypes]
             raise CheckpointError(
-                f"{name}: dtype {info.dtype} in {info.file}, wanted one of "
-                f"{', '.join(FLOAT_DTYPES)}"
+                f"{name}: dtype {info.dtype} in {info.file}, wanted one of {', '.join(known)}"
             )
 
     def read_into(self, name: str, destination: Tensor, index: int | None = None) -> None:
@@ -118,7 +150,7 @@ class CheckpointReader:
         """
         info = self.tensors[name]
         shape = info.shape if index is None else info.shape[1:]
-        item_bytes = FLOAT_DTYPES[info.dtype].itemsize
+        item_bytes = STORED_DTYPES[info.dtype].itemsize
         row_bytes = item_bytes * destination[:1].numel() if destination.ndim else item_bytes
         can_cut = destination.ndim > 0 and destination.shape[0] == shape[0]
         rows = max(1, PIECE_BYTES // max(row_bytes, 1)) if can_cut else None
@@ -136,7 +168,7 @@ class CheckpointReader:
     def _copy(
         self, name: str, info: TensorInfo, destination: Tensor, where: tuple[int | slice, ...]
     ) -> None:
-        num_bytes = destination.numel() * FLOAT_DTYPES[info.dtype].itemsize
+        num_bytes = destination.numel() * STORED_DTYPES[info.dtype].itemsize
         if self._open_file != info.file or self._mapped_bytes + num_bytes > MAPPED_BYTES:
             self.close()
             opened: Any = safe_open(self.directory / info.file, framework="pt")

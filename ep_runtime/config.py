@@ -3,9 +3,11 @@
 from typing import Any, Literal, Self
 
 import torch
-from pydantic import AliasChoices, Field, model_validator
+from pydantic import AliasChoices, Field, field_serializer, field_validator, model_validator
 
 from ep_runtime.kernels.base import Activation, ActivationKind, RoutingSpec
+from ep_runtime.kernels.quant.scheme import UNQUANTISED, QuantScheme
+from ep_runtime.quantization_key import check_scheme, parse_scheme, write_scheme
 from ep_runtime.strict_model import StrictModel
 
 DTYPES = {
@@ -22,6 +24,8 @@ class MoEConfig(StrictModel):
     shared_intermediate_size: total width of all shared experts; default
     num_shared_experts * moe_intermediate_size; 0 means there is none.
     swiglu_limit None: not clamped.
+    quantization: how the routed experts' weights are stored; a scheme's name, or its keys
+    ({weight: int4_w4a16, group_size: 128}). Shared expert and router are never quantised.
     """
 
     hidden_size: int = Field(gt=0, strict=True)
@@ -45,6 +49,16 @@ class MoEConfig(StrictModel):
     shared_expert_gate: bool = Field(default=False, strict=True)
     apply_router_weight_on_input: bool = Field(default=False, strict=True)
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    quantization: QuantScheme = UNQUANTISED
+
+    @field_validator("quantization", mode="plain")
+    @classmethod
+    def _parse_quantization(cls, value: Any) -> QuantScheme:
+        return parse_scheme(value)
+
+    @field_serializer("quantization")
+    def _write_quantization(self, value: QuantScheme) -> str | dict[str, Any]:
+        return write_scheme(value)
 
     @model_validator(mode="before")
     @classmethod
@@ -100,6 +114,11 @@ class MoEConfig(StrictModel):
                 f"swiglu_limit has no effect with activation {self.activation}; drop it or use "
                 f"activation: swigluoai"
             )
+        check_scheme(
+            self.quantization,
+            hidden_size=self.hidden_size,
+            moe_intermediate_size=self.moe_intermediate_size,
+        )
         return self
 
     @classmethod
@@ -108,6 +127,10 @@ class MoEConfig(StrictModel):
         from ep_runtime.families import moe_config_from_hf
 
         return moe_config_from_hf(config)
+
+    def with_quantization(self, scheme: QuantScheme) -> "MoEConfig":
+        """The same layer with its experts stored another way; checked like any other."""
+        return MoEConfig(**{**self.model_dump(), "quantization": scheme})
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -141,6 +164,9 @@ class ParallelConfig(StrictModel):
     """How the ranks share the work; `rank = dp_rank * tp_size + tp_rank`.
 
     ep_size: None means the whole world, dp_size * tp_size.
+    dispatch_dtype: how rows travel to the experts. model: in the layer's dtype; fp8: e4m3 with a
+    float32 scale for every 128 columns; auto: fp8 where the experts' weights are stored so that
+    they compute on such rows, and backend and kernel can.
     timeout_s: of the process group's collectives; at most 30 days.
     """
 
@@ -164,6 +190,7 @@ class ParallelConfig(StrictModel):
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     all2all_backend: str = "auto"
+    dispatch_dtype: Literal["auto", "model", "fp8"] = "auto"
     expert_placement_strategy: Literal["linear", "round_robin"] = "linear"
     max_tokens_per_rank: int = Field(default=256, gt=0, strict=True)
     timeout_s: float = Field(default=600, gt=0, le=MAX_TIMEOUT_S, strict=True, allow_inf_nan=False)

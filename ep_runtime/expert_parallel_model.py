@@ -39,8 +39,9 @@ class MoEBlock(nn.Module):
 class ExpertParallelModel(nn.Module):
     """A causal language model whose experts are spread over the ranks; `load_model` makes it.
 
-    config: transformers' configuration object. moe_layers: the MoE layers in order, all of one
-    plan. load_report: what this rank read.
+    config: transformers' configuration object. moe_layers: the MoE layers in order. plan: theirs;
+    where a checkpoint leaves the experts of some layers unquantised, that of the quantised ones
+    (each layer has its own as `layer.plan`). load_report: what this rank read.
     """
 
     def __init__(

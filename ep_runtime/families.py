@@ -5,12 +5,14 @@ What each family computes was read off transformers' modelling code.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ep_runtime.config import MoEConfig
 from ep_runtime.kernels.errors import ConfigError
+from ep_runtime.kernels.quant.format import WeightFormat
+from ep_runtime.quantization import CheckpointQuantization, experts_format, read_quantization
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +96,7 @@ EXPERT_PARTS = {
     "down_proj": "down",
 }
 MOE_BLOCKS = ("mlp", "block_sparse_moe")
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ class Family:
     router, correction_bias, router_bias, shared, shared_gate: names under the block; None: none.
     returns_router_scores: the block returns (hidden_states, router_scores).
     mtp_marker: hub files carry multi-token-prediction layers from num_hidden_layers on, which are
-    not loaded; each is known by this tensor. None: has none.
+    not loaded; each is known by this linear layer. None: has none.
     grouped_by: (key, value) that must hold for the expert groups to count; None: they always do.
     ignored_keys: key -> the one value that is honoured; another is ignored, with a warning.
     """
@@ -125,7 +128,7 @@ class Family:
     layers: str = "model.layers"
     block: str = "mlp"
     disk_block: str = "mlp"
-    disk_experts: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
+    disk_experts: tuple[str, str, str] | None = _PROJECTIONS
     fused: FusedLayout = FusedLayout()
     router: str = "gate.weight"
     correction_bias: str | None = None
@@ -217,7 +220,7 @@ FAMILIES: Mapping[str, Family] = {
             moe_layers=_after_first_dense,
             correction_bias="gate.e_score_correction_bias",
             shared="shared_experts",
-            mtp_marker="eh_proj.weight",
+            mtp_marker="eh_proj",
         ),
         Family(
             "glm4_moe",
@@ -226,7 +229,7 @@ FAMILIES: Mapping[str, Family] = {
             moe_layers=_after_first_dense,
             correction_bias="gate.e_score_correction_bias",
             shared="shared_experts",
-            mtp_marker="eh_proj.weight",
+            mtp_marker="eh_proj",
         ),
         Family(
             "gpt_oss",
@@ -310,14 +313,55 @@ def moe_layer_ids(config: Any) -> tuple[int, ...]:
     return FAMILIES[reader.model_type].moe_layers(reader)
 
 
+def expert_modules(family: Family, layer: int, num_experts: int) -> Iterator[tuple[str, ...]]:
+    """The path of each expert projection of a layer as a linear layer, in every spelling that
+    writers of quantised checkpoints use: as on disk, as in transformers' memory, or a mixture."""
+    path = f"{family.layers}.{layer}"
+    if family.disk_experts is None:
+        yield (f"{path}.{family.disk_block}.experts",)
+        return
+    blocks = dict.fromkeys((family.disk_block, "mlp"))
+    spellings = dict.fromkeys((family.disk_experts, _PROJECTIONS))
+    for expert in range(num_experts):
+        for part in range(len(_PROJECTIONS)):
+            yield tuple(
+                f"{path}.{block}.experts.{expert}.{names[part]}"
+                for block in blocks
+                for names in spellings
+            )
+
+
+def expert_formats(
+    config: Any, quantization: CheckpointQuantization | None, num_experts: int
+) -> dict[int, WeightFormat | None]:
+    """MoE layer -> the format of its routed experts; None: not quantised.
+
+    Raises ConfigError where experts of one layer are stored differently.
+    """
+    reader = read_hf_config(config)
+    family = FAMILIES[reader.model_type]
+    formats: dict[int, WeightFormat | None] = {}
+    for layer in family.moe_layers(reader):
+        modules = expert_modules(family, layer, num_experts)
+        where = f"{family.layers}.{layer}"
+        formats[layer] = (
+            None if quantization is None else experts_format(quantization, where, modules)
+        )
+    return formats
+
+
 def moe_config_from_hf(config: Any) -> MoEConfig:
     """The MoE layers of a transformers config, or of config.json as a dict.
+
+    `quantization` is that of the first layer whose experts are quantised; `load_model` looks at
+    each layer.
 
     Raises ConfigError: an unknown family (lists the supported ones), a missing key, or a value
     that changes the model in a way that is not supported.
     """
+    family = family_of(config)
+    quantization = read_quantization(config)
     reader = read_hf_config(config)
-    family = FAMILIES[reader.model_type]
     _check_required(reader, family)
     values: dict[str, Any] = dict(family.fixed)
     optional = {"n_group", "topk_group", "swiglu_limit", "num_shared_experts"}
@@ -333,7 +377,12 @@ def moe_config_from_hf(config: Any) -> MoEConfig:
     else:
         values["activation"] = _activation(reader["hidden_act"], reader.model_type)
     values["dtype"] = _dtype_name(reader)
-    return MoEConfig(**values)
+    moe = MoEConfig(**values)
+    if quantization is None:
+        return moe
+    formats = expert_formats(config, quantization, moe.num_experts).values()
+    scheme = next((form.scheme for form in formats if form is not None), moe.quantization)
+    return moe.with_quantization(scheme)
 
 
 def _check_required(reader: HFConfig, family: Family) -> None:

@@ -11,6 +11,7 @@ from ep_runtime.all2all.base import GatheringBackend
 from ep_runtime.all2all.expert_ids import local_expert_map
 from ep_runtime.config import MoEConfig, SharedExpertsConfig
 from ep_runtime.distributed import EPContext, tp_slice
+from ep_runtime.given_weights import is_wanted, own_experts
 from ep_runtime.kernels.base import (
     ExpertWeights,
     ModularExperts,
@@ -18,6 +19,12 @@ from ep_runtime.kernels.base import (
     Routing,
 )
 from ep_runtime.kernels.errors import ConfigError
+from ep_runtime.kernels.quant.scheme import QuantizedTensor, QuantParameters
+from ep_runtime.kernels.quant.storage import (
+    StoredShape,
+    empty_stored,
+    stored_shapes,
+)
 from ep_runtime.kernels.registry import experts_class
 from ep_runtime.machine import Machine
 from ep_runtime.modular_kernel import ModularKernel
@@ -27,8 +34,6 @@ from ep_runtime.plan import Plan, resolve_plan
 from ep_runtime.router import Router
 from ep_runtime.runner import MoERunner
 from ep_runtime.shared_expert import SharedExpert
-
-_LOADABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class LayerStats:
@@ -68,7 +73,9 @@ class MoELayer(nn.Module):
 
     w13: [E_local, 2I, H], gate rows first, then up ([E_local, I, H] where not gated);
     w2: [E_local, H, I]; w13_bias, w2_bias: [E_local, 2I], [E_local, H] or None, in the layer's
-    dtype; local expert i is global expert `local_expert_ids[i]`.
+    dtype; local expert i is global expert `local_expert_ids[i]`. With `moe.quantization` w13 and w2
+    hold the stored values, and w13_quant, w2_quant (else None) what belongs to them, as
+    `QuantizedTensor` says.
     """
 
     def __init__(
@@ -120,16 +127,59 @@ class MoELayer(nn.Module):
             moe.moe_intermediate_size,
             moe.hidden_size,
         )
-        rows13 = width * (2 if moe.experts_activation().is_gated else 1)
+        num_parts = 2 if moe.experts_activation().is_gated else 1
+        rows13 = width * num_parts
 
-        def weight(*shape: int) -> nn.Parameter:
-            empty = torch.empty(shape, dtype=moe.torch_dtype, device=device)
-            return nn.Parameter(empty, requires_grad=False)
+        def allocate(name: str, shapes: Mapping[str, StoredShape]) -> None:
+            for key, tensor in empty_stored(shapes, num_local, device).items():
+                attribute = name if key == "values" else f"{name}_{key}"
+                setattr(self, attribute, nn.Parameter(tensor, requires_grad=False))
 
-        self.w13 = weight(num_local, rows13, hidden)
-        self.w2 = weight(num_local, hidden, width)
-        self.w13_bias = weight(num_local, rows13) if moe.expert_bias else None
-        self.w2_bias = weight(num_local, hidden) if moe.expert_bias else None
+        def plain(*shape: int) -> dict[str, StoredShape]:
+            return {"values": StoredShape(shape, moe.torch_dtype)}
+
+        self._shapes13, self._shapes2 = plain(rows13, hidden), plain(hidden, width)
+        if (scheme := moe.quantization).is_quantised:
+            dtype = moe.torch_dtype
+            self._shapes13 = stored_shapes(scheme, rows13, hidden, num_parts=num_parts, dtype=dtype)
+            self._shapes2 = stored_shapes(scheme, hidden, width, num_parts=1, dtype=dtype)
+        self.w13: nn.Parameter
+        self.w2: nn.Parameter
+        allocate("w13", self._shapes13)
+        allocate("w2", self._shapes2)
+        self.w13_bias: nn.Parameter | None = None
+        self.w2_bias: nn.Parameter | None = None
+        if moe.expert_bias:
+            allocate("w13_bias", plain(rows13))
+            allocate("w2_bias", plain(hidden))
+
+    def expert_tensors(self, projection: str) -> dict[str, Tensor]:
+        """Of `w13` or `w2`, to be filled in place: `values`, and of a quantised layer what belongs
+        to them under its name in `QuantParameters`; each [E_local, ...]."""
+        names = self._shapes13 if projection == "w13" else self._shapes2
+        return {
+            name: cast(
+                Tensor, getattr(self, projection if name == "values" else f"{projection}_{name}")
+            )
+            for name in names
+        }
+
+    @property
+    def w13_quant(self) -> QuantParameters | None:
+        """What belongs to w13's stored values; None where the experts are not quantised."""
+        return self._parameters_of("w13")
+
+    @property
+    def w2_quant(self) -> QuantParameters | None:
+        """What belongs to w2's stored values; None where the experts are not quantised."""
+        return self._parameters_of("w2")
+
+    def _parameters_of(self, projection: str) -> QuantParameters | None:
+        if not self.moe.quantization.is_quantised:
+            return None
+        tensors = self.expert_tensors(projection)
+        del tensors["values"]
+        return QuantParameters(**tensors)
 
     def _build_kernel(self, plan: Plan, ctx: EPContext) -> ModularKernel | MonolithicKernel:
         experts = experts_class(plan.experts)(plan.experts_shape(ctx.ep_rank))
@@ -158,8 +208,8 @@ class MoELayer(nn.Module):
     def load_experts(
         self,
         *,
-        w13: Tensor,
-        w2: Tensor,
+        w13: Tensor | QuantizedTensor,
+        w2: Tensor | QuantizedTensor,
         router: Tensor,
         correction_bias: Tensor | None = None,
         router_bias: Tensor | None = None,
@@ -169,7 +219,8 @@ class MoELayer(nn.Module):
     ) -> None:
         """Take full (global) tensors and keep this rank's part, in the layer's dtype.
 
-        w13: [E, 2I, H] ([E, I, H] where not gated); w2: [E, H, I]; router: [E, H];
+        w13: [E, 2I, H] ([E, I, H] where not gated); w2: [E, H, I]; with `moe.quantization` both
+        are QuantizedTensors of its scheme, of all E experts; router: [E, H];
         correction_bias, router_bias: [E]; w13_bias: [E, 2I]; w2_bias: [E, H];
         shared: {"w13": [2S, H], "w2": [H, S], "gate": [1, H] or None}.
         Raises ConfigError, before anything is copied, where a tensor is missing, not wanted, of
@@ -181,9 +232,22 @@ class MoELayer(nn.Module):
         if unknown:
             raise ConfigError(f"shared has the keys {sorted(unknown)}; known are w13, w2, gate")
         num_experts = self.moe.num_experts
-        owned: list[tuple[str, Any, Any]] = [
-            ("w13", self.w13, w13),
-            ("w2", self.w2, w2),
+        stored: list[tuple[str, dict[str, Tensor]]] = []
+        owned: list[tuple[str, Any, Any]] = []
+        for name, given, shapes in (("w13", w13, self._shapes13), ("w2", w2, self._shapes2)):
+            if self.moe.quantization.is_quantised:
+                own = own_experts(
+                    name,
+                    given,
+                    shapes=shapes,
+                    scheme=self.moe.quantization,
+                    num_experts=num_experts,
+                    experts=mine,
+                )
+                stored.append((name, own))
+            else:
+                owned.append((name, getattr(self, name), given))
+        owned += [
             ("w13_bias", self.w13_bias, w13_bias),
             ("w2_bias", self.w2_bias, w2_bias),
         ]
@@ -195,8 +259,12 @@ class MoELayer(nn.Module):
         for name in ("w13", "w2", "gate"):
             target = getattr(self.shared, name) if self.shared is not None else None
             whole.append((f'shared["{name}"]', target, shared.get(name)))
-        wanted_owned = [t for t in owned if _is_wanted(*t, leading=num_experts)]
-        wanted_whole = [t for t in whole if _is_wanted(*t)]
+        wanted_owned = [t for t in owned if is_wanted(*t, num_experts=num_experts)]
+        wanted_whole = [t for t in whole if is_wanted(*t)]
+        for name, tensors in stored:
+            places = self.expert_tensors(name)
+            for key, tensor in tensors.items():
+                places[key].copy_(tensor)
         for _, target, given in wanted_owned:
             target.copy_(given[mine])
         for _, target, given in wanted_whole:
@@ -207,7 +275,9 @@ class MoELayer(nn.Module):
     def finish_loading(self) -> None:
         """Bring the weights, which were filled in place, into the kernel's layout."""
         self._weights = self._experts.prepare_weights(
-            ExpertWeights(self.w13, self.w2, self.w13_bias, self.w2_bias)
+            ExpertWeights(
+                self.w13, self.w2, self.w13_bias, self.w2_bias, self.w13_quant, self.w2_quant
+            )
         )
 
     @torch.no_grad()
@@ -309,22 +379,3 @@ def _refuse_other_plan(plan: Plan, moe: MoEConfig, ctx: EPContext) -> None:
         raise ConfigError(
             f"the plan given was made for another {', '.join(unlike)}; resolve one for this layer"
         )
-
-
-def _is_wanted(name: str, target: Tensor | None, given: object, leading: int | None = None) -> bool:
-    """Whether to copy `given`; raises where exactly one of the two is there, or shapes differ."""
-    if target is None and given is None:
-        return False
-    if target is None:
-        raise ConfigError(f"{name} is given, and the layer's configuration has none; leave it out")
-    if given is None:
-        raise ConfigError(f"{name} is missing; the layer's configuration has it")
-    if not isinstance(given, Tensor) or given.is_meta or given.dtype not in _LOADABLE:
-        got = f"{given.dtype} on {given.device}" if isinstance(given, Tensor) else type(given)
-        raise ConfigError(
-            f"{name} is {got}; wanted a tensor with data, in float32, float64, bfloat16 or float16"
-        )
-    shape = list(target.shape) if leading is None else [leading, *target.shape[1:]]
-    if list(given.shape) != shape:
-        raise ConfigError(f"{name} has shape {list(given.shape)}; wanted {shape}")
-    return True

@@ -13,9 +13,15 @@ from torch import Tensor
 
 from ep_runtime.agreement import agree_plan
 from ep_runtime.all2all.collectives import gather_texts
-from ep_runtime.config import SharedExpertsConfig
+from ep_runtime.config import MoEConfig, SharedExpertsConfig
 from ep_runtime.distributed import EPContext
-from ep_runtime.expert_loading import ExpertBuffers, ExpertLoader, LoadReport, prove_coverage
+from ep_runtime.expert_loading import (
+    ExpertBuffers,
+    ExpertLoader,
+    LoadReport,
+    parts_read,
+    prove_coverage,
+)
 from ep_runtime.expert_parallel_model import ExpertParallelModel, MoEBlock
 from ep_runtime.generation import GreedyOutput as GreedyOutput
 from ep_runtime.generation import greedy_generate as greedy_generate
@@ -23,9 +29,9 @@ from ep_runtime.kernels.errors import CheckpointError, RankFailure
 from ep_runtime.layer import MoELayer
 from ep_runtime.machine import Machine
 from ep_runtime.opened_checkpoint import OpenedCheckpoint
-from ep_runtime.plan import resolve_plan
+from ep_runtime.plan import Plan, resolve_plan
 from ep_runtime.skeleton import load_dense
-from ep_runtime.tensor_names import Slot
+from ep_runtime.weight_reader import WeightReader
 
 ResultT = TypeVar("ResultT")
 
@@ -42,7 +48,9 @@ def load_model(
     """Load a Hugging Face checkpoint, each rank its own experts; a collective of all ranks.
 
     path: a directory with config.json and safetensors files; no code of it is run.
-    dtype: of all weights; None for the checkpoint's own. progress: a bar on rank 0's stderr.
+    dtype: of the model, None for the checkpoint's own; quantised experts stay as they are stored,
+    and everything else that is quantised is dequantised into it. progress: a bar on rank 0's
+    stderr.
 
     Raises on all ranks: CheckpointError (a tensor is missing, left over, misshapen, damaged, or
     not read exactly once; ranks see different checkpoints), ConfigError, PlanError. Where only
@@ -56,34 +64,34 @@ def load_model(
         raise CheckpointError(
             f"{path}: ranks {others} see another checkpoint than rank 0; give every rank the same"
         )
-    plan = resolve_plan(
-        opened.moe,
-        ctx.parallel,
-        Machine.detect(ctx.device.type),
-        experts=experts,
-        shared_experts=shared_experts,
-    )
-    agree_plan(plan, ctx.step_group)
+    machine = Machine.detect(ctx.device.type)
+    plans: dict[MoEConfig, Plan] = {}  # more than one where some layers are not quantised
+    for moe in dict.fromkeys((opened.moe, *opened.moe_of_layer.values())):
+        plans[moe] = resolve_plan(
+            moe, ctx.parallel, machine, experts=experts, shared_experts=shared_experts
+        )
+        agree_plan(plans[moe], ctx.step_group)
     skeleton = opened.skeleton
-    layers = {i: MoELayer(opened.moe, ctx, plan=plan) for i in skeleton.moe_layers}
+    layers = {i: MoELayer(moe, ctx, plan=plans[moe]) for i, moe in opened.moe_of_layer.items()}
     with opened.reader:
         report, reports = _agree(
             ctx,
             lambda: _load_weights(opened, layers, ctx, progress=progress and ctx.rank == 0),
             lambda report: report.experts_read,
         )
-    wanted = {(slot.layer, slot.part) for slot in opened.names.slots if _is_routed(slot)}
+    wanted = {
+        (slot.layer, part)
+        for slot, weight in opened.names.slots.items()
+        if slot.is_routed
+        for part in parts_read(slot, weight)
+    }
     for first in range(0, ctx.world_size, ctx.parallel.ep_size):
         group = reports[first : first + ctx.parallel.ep_size]
         prove_coverage(sorted(wanted), opened.moe.num_experts, group)
     for i, layer in layers.items():
         layer.finish_loading()
         skeleton.set_block(i, MoEBlock(layer, skeleton.family.returns_router_scores))
-    return ExpertParallelModel(skeleton, list(layers.values()), plan, report).eval()
-
-
-def _is_routed(slot: Slot) -> bool:
-    return slot.expert is not None or slot.part in ("w13", "w2", "w13_bias", "w2_bias")
+    return ExpertParallelModel(skeleton, list(layers.values()), plans[opened.moe], report).eval()
 
 
 @torch.no_grad()
@@ -91,32 +99,33 @@ def _load_weights(
     opened: OpenedCheckpoint, layers: Mapping[int, MoELayer], ctx: EPContext, *, progress: bool
 ) -> LoadReport:
     """Read the dense part and this rank's experts, in the order of the files."""
-    reader, slots = opened.reader, opened.names.slots
-    loader = ExpertLoader(reader, opened.skeleton.family)
-    buffers = {
-        i: ExpertBuffers(layer.local_expert_ids, layer.w13, layer.w2, layer.w13_bias, layer.w2_bias)
-        for i, layer in layers.items()
-    }
-    expert_bytes = sum(reader.num_bytes(name) for slot, name in slots.items() if _is_routed(slot))
-    all_bytes = sum(reader.num_bytes(name) for name in (*slots.values(), *opened.names.dense))
+    reader, names = opened.reader, opened.names
+    loader, weights = ExpertLoader(reader, opened.skeleton.family), WeightReader(reader)
+    buffers = {i: _buffers_of(layer) for i, layer in layers.items()}
+    expert_bytes = sum(w.num_bytes(reader) for slot, w in names.slots.items() if slot.is_routed)
+    all_weights = (*names.slots.values(), *names.dense.values())
+    all_bytes = sum(weight.num_bytes(reader) for weight in all_weights)
     own = len(layers[min(layers)].local_expert_ids) / opened.moe.num_experts
     columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
         task = bar.add_task("", total=all_bytes - expert_bytes * (1 - own))
         num_tensors = load_dense(
             opened.skeleton,
-            reader,
-            opened.names.dense,
+            weights,
+            names.dense,
             ctx.device,
             lambda num_bytes: bar.advance(task, num_bytes),
         )
-        for slot, name in sorted(slots.items(), key=lambda item: reader.tensors[item[1]].file):
+        in_file_order = sorted(
+            names.slots.items(), key=lambda item: reader.tensors[item[1].name].file
+        )
+        for slot, weight in in_file_order:
             before = reader.bytes_read
-            if _is_routed(slot):
-                loader.read(slot, name, buffers[slot.layer])
+            if slot.is_routed:
+                loader.read(slot, weight, buffers[slot.layer])
             else:
-                reader.read_into(name, _replicated(slot.part, layers[slot.layer]))
-                num_tensors += 1
+                weights.read_into(weight, _replicated(slot.part, layers[slot.layer]))
+                num_tensors += len(weight.tensors)
             bar.advance(task, reader.bytes_read - before)
     return LoadReport(
         bytes_read=reader.bytes_read,
@@ -124,6 +133,21 @@ def _load_weights(
         expert_bytes_in_checkpoint=expert_bytes,
         num_tensors_read=num_tensors + loader.num_tensors_read,
         experts_read=loader.experts_read(),
+        unused=names.unused,
+    )
+
+
+def _buffers_of(layer: MoELayer) -> ExpertBuffers:
+    """Where a layer's routed experts go."""
+    return ExpertBuffers(
+        layer.local_expert_ids,
+        layer.w13,
+        layer.w2,
+        layer.w13_bias,
+        layer.w2_bias,
+        layer.w13_quant,
+        layer.w2_quant,
+        layer.moe.quantization,
     )
 
 

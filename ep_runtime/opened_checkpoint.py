@@ -1,5 +1,6 @@
 """Opens a Hugging Face checkpoint: reads what its headers say, and checks it against the model."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -7,51 +8,73 @@ import torch
 
 from ep_runtime.checkpoint import CheckpointReader, read_config
 from ep_runtime.config import DTYPES, MoEConfig
-from ep_runtime.families import moe_config_from_hf
+from ep_runtime.families import expert_formats, moe_config_from_hf
 from ep_runtime.kernels.errors import CheckpointError, ConfigError
+from ep_runtime.kernels.quant.scheme import UNQUANTISED
+from ep_runtime.name_map import MoELayout, NameMap, map_names
+from ep_runtime.quantization import read_quantization
 from ep_runtime.skeleton import build_skeleton, transformers_config
-from ep_runtime.tensor_names import MoELayout, NameMap, map_names, slot_shapes
+
+logger = logging.getLogger(__name__)
 
 
 class OpenedCheckpoint:
     """What is known of a checkpoint before its weights are read; every name has its place.
 
-    dtype: of all weights; None for the checkpoint's own. Reads config.json and the files' headers.
+    dtype: of the model; None for the checkpoint's own. Reads config.json and the files' headers.
+    moe: the MoE layers as `MoEConfig.from_hf` has them; moe_of_layer: each with its own
+    quantization, which may differ between layers.
     Raises CheckpointError or ConfigError for everything that these show to be wrong.
     """
 
     def __init__(self, path: str | Path, dtype: str | torch.dtype | None) -> None:
         values = read_config(path)
-        quantization = values.get("quantization_config")
-        if quantization:
-            is_mapping = isinstance(quantization, dict)
-            method = quantization.get("quant_method", "unknown") if is_mapping else quantization
-            raise CheckpointError(
-                f"{path}: quantization_config ({method}) is not supported; give a checkpoint in "
-                f"{', '.join(DTYPES)}"
-            )
-        moe_config_from_hf(values)  # an unknown family is told of here
+        quantization = read_quantization(values)
+        planned = moe_config_from_hf(values)  # an unknown family is told of here
         config = transformers_config(values)
         self.reader = CheckpointReader(path)
         name = _dtype_name(dtype, config, self.reader)
-        self.moe = MoEConfig(**{**moe_config_from_hf(config).model_dump(), "dtype": name})
+        plain = MoEConfig(**{**moe_config_from_hf(config).model_dump(), "dtype": name})
+        self.moe = plain.with_quantization(planned.quantization)
         self.skeleton = build_skeleton(config, self.moe.torch_dtype)
         if not self.skeleton.moe_layers:
             raise CheckpointError(f"{path}: config.json describes a model without MoE layers")
+        formats = expert_formats(config, quantization, plain.num_experts)
+        by_scheme = {
+            scheme: plain.with_quantization(scheme)
+            for scheme in {form.scheme if form else UNQUANTISED for form in formats.values()}
+        }
+        self.moe_of_layer: dict[int, MoEConfig] = {
+            layer: by_scheme[form.scheme if form else UNQUANTISED]
+            for layer, form in formats.items()
+        }
         layout = MoELayout(
             self.skeleton.family,
-            self.moe,
+            plain,
             self.skeleton.moe_layers,
             config.num_hidden_layers,
             self.skeleton.tied,
+            quantization,
+            formats,
         )
         self.names: NameMap = map_names(self.reader.tensors, layout, self.skeleton.shapes)
-        shapes = slot_shapes(self.moe, self.skeleton.family)
-        for slot, name in self.names.slots.items():
-            self.reader.check(name, shapes[slot.part])
-        for name in self.names.dense:
-            self.reader.check(name, self.skeleton.shapes[name])
+        for weight in (*self.names.slots.values(), *self.names.dense.values()):
+            weight.check(self.reader)
+        self._log_unused()
         self.digest = self.reader.digest()
+
+    def _log_unused(self) -> None:
+        """Say once which scales, that another runtime might use, are not."""
+        scales = [name for name in self.names.unused if name.endswith("scale")]
+        if scales:
+            logger.warning(
+                "%s: %d scales of activations or of a KV cache are not used (%s, ...); both stay "
+                "in %s",
+                self.reader.directory,
+                len(scales),
+                scales[0],
+                self.moe.dtype,
+            )
 
 
 def _dtype_name(dtype: str | torch.dtype | None, config: Any, reader: CheckpointReader) -> str:

@@ -3,12 +3,15 @@
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ep_runtime.all2all.base import BackendCapabilities, BackendShape, ExpertPlacement
 from ep_runtime.config import MoEConfig, ParallelConfig, SharedExpertsConfig
+from ep_runtime.dispatch_rows import choose_rows, named_rows
 from ep_runtime.kernels.base import ExpertsShape
+from ep_runtime.kernels.quant.scheme import RowScheme
+from ep_runtime.kernels.quant.storage import stored_shapes
 from ep_runtime.kernels.registry import experts_class
 from ep_runtime.machine import Machine
 from ep_runtime.ownership import (
@@ -28,7 +31,8 @@ from ep_runtime.shared_expert import SharedExpert
 class RankBytes:
     """Device memory of one layer on one EP rank, in bytes.
 
-    experts: this rank's weights. router (float32), shared: on every rank. receive: the most that
+    experts: this rank's weights as they are stored, scales and what else belongs to them included.
+    router (float32), shared: on every rank. receive: the most that
     landed rows, ids and weights take in one round; of batched rows, capacity and counts.
     workspace: the kernel's scratch, one for all layers.
     """
@@ -42,7 +46,7 @@ class RankBytes:
 
 @dataclass(frozen=True)
 class Plan:
-    """A frozen decision; equal on all ranks of an EP group."""
+    """A frozen decision; equal on all ranks of an EP group. rows: how dispatch sends them."""
 
     moe: MoEConfig
     parallel: ParallelConfig
@@ -50,6 +54,7 @@ class Plan:
     machine: Machine
     backend: str
     experts: str
+    rows: RowScheme
     placement: ExpertPlacement
     ownership: Ownership
     rejections: tuple[Rejection, ...]
@@ -69,7 +74,7 @@ class Plan:
 
     def backend_shape(self) -> BackendShape:
         """What the backend is built for."""
-        return _backend_shape(self.moe, self.parallel, self.placement)
+        return _backend_shape(self.moe, self.parallel, self.placement, self.rows)
 
     def to_dict(self) -> dict[str, Any]:
         """The whole plan as JSON values."""
@@ -80,6 +85,7 @@ class Plan:
             "machine": self.machine.to_dict(),
             "backend": self.backend,
             "experts": self.experts,
+            "rows": self.rows,
             "placement": {
                 "strategy": self.placement.strategy,
                 "experts_of_rank": [
@@ -125,8 +131,12 @@ def resolve_plan(
     """
     shared_experts = shared_experts or SharedExpertsConfig()
     placement = place_experts(parallel.expert_placement_strategy, moe.num_experts, parallel.ep_size)
-    shape = _backend_shape(moe, parallel, placement)
+    named = named_rows(parallel) or RowScheme.MODEL
+    shape = _backend_shape(moe, parallel, placement, named)
     backend, kernel, rejections = choose_kernels(moe, parallel, machine, experts, shape)
+    rows, why_not_other = choose_rows(moe, parallel, backend, kernel)
+    shape = replace(shape, rows=rows)
+    not_sent = Rejection("dispatch", _other_rows(rows), why_not_other)
     ownership = decide_ownership(
         SharedExpertQuestion(
             has_shared_expert=moe.has_shared_expert,
@@ -147,14 +157,19 @@ def resolve_plan(
         machine=machine,
         backend=backend.name,
         experts=kernel.name,
+        rows=rows,
         placement=placement,
         ownership=ownership,
-        rejections=(*rejections, *_rejected_owners(ownership, backend)),
+        rejections=(*rejections, not_sent, *_rejected_owners(ownership, backend)),
         bytes_per_rank=tuple(
             _rank_bytes(moe, kernel.name, shape, backend.receive_bytes(shape, rank), rank)
             for rank in range(parallel.ep_size)
         ),
     )
+
+
+def _other_rows(rows: RowScheme) -> RowScheme:
+    return next(scheme for scheme in RowScheme if scheme is not rows)
 
 
 def _rejected_owners(ownership: Ownership, backend: BackendCapabilities) -> Iterator[Rejection]:
@@ -176,7 +191,7 @@ def _rejected_owners(ownership: Ownership, backend: BackendCapabilities) -> Iter
 
 
 def _backend_shape(
-    moe: MoEConfig, parallel: ParallelConfig, placement: ExpertPlacement
+    moe: MoEConfig, parallel: ParallelConfig, placement: ExpertPlacement, rows: RowScheme
 ) -> BackendShape:
     return BackendShape(
         num_experts=moe.num_experts,
@@ -185,6 +200,7 @@ def _backend_shape(
         dtype=moe.torch_dtype,
         max_tokens_per_rank=parallel.max_tokens_per_rank,
         placement=placement,
+        rows=rows,
     )
 
 
@@ -197,6 +213,8 @@ def _experts_shape(moe: MoEConfig, num_local_experts: int) -> ExpertsShape:
         activation=moe.experts_activation(),
         dtype=moe.torch_dtype,
         has_bias=moe.expert_bias,
+        scheme=moe.quantization,
+        num_experts=moe.num_experts,
     )
 
 
@@ -206,19 +224,31 @@ def _rank_bytes(
     num_local_experts = shape.placement.num_local_experts(ep_rank)
     itemsize = moe.torch_dtype.itemsize
     hidden, width = moe.hidden_size, moe.moe_intermediate_size
-    rows13 = width * (2 if moe.experts_activation().is_gated else 1)
-    per_expert = rows13 * hidden + hidden * width
+    num_parts = 2 if moe.experts_activation().is_gated else 1
+    rows13 = width * num_parts
+    per_expert = _projection_bytes(moe, rows13, hidden, num_parts)
+    per_expert += _projection_bytes(moe, hidden, width, 1)
     if moe.expert_bias:
-        per_expert += rows13 + hidden
+        per_expert += (rows13 + hidden) * itemsize
     shared = (rows13 // width + 1) * hidden * moe.shared_intermediate_size
     if moe.shared_expert_gate:
         shared += hidden
     rows = shape.placement.ep_size * shape.max_tokens_per_rank
     kernel = experts_class(experts)(_experts_shape(moe, num_local_experts))
     return RankBytes(
-        experts=num_local_experts * per_expert * itemsize,
+        experts=num_local_experts * per_expert,
         router=4 * moe.num_experts * (hidden + moe.router_bias + moe.has_correction_bias),
         shared=shared * itemsize,
         receive=receive_bytes,
         workspace=kernel.workspace_bytes(rows),
     )
+
+
+def _projection_bytes(moe: MoEConfig, rows: int, columns: int, num_parts: int) -> int:
+    """Of one expert's w13 or w2, as the layer holds it."""
+    if not moe.quantization.is_quantised:
+        return rows * columns * moe.torch_dtype.itemsize
+    shapes = stored_shapes(
+        moe.quantization, rows, columns, num_parts=num_parts, dtype=moe.torch_dtype
+    )
+    return sum(shape.num_bytes for shape in shapes.values())

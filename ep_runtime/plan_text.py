@@ -5,6 +5,7 @@ from itertools import groupby
 
 from ep_runtime.all2all.base import ExpertPlacement
 from ep_runtime.all2all.registry import backend_class
+from ep_runtime.kernels.quant.scheme import QuantScheme, RowScheme
 from ep_runtime.kernels.registry import experts_class
 from ep_runtime.plan import Plan, RankBytes
 
@@ -21,6 +22,7 @@ def explain_plan(plan: Plan) -> Iterator[str]:
     yield (
         f"layer      {moe.num_experts} experts, top-{moe.top_k}, hidden {moe.hidden_size}, "
         f"intermediate {moe.moe_intermediate_size}, {moe.activation}, {moe.dtype}"
+        f"{_scheme_text(moe.quantization)}"
     )
     backend = backend_class(plan.backend).capabilities
     kernel = experts_class(plan.experts).capabilities
@@ -32,12 +34,30 @@ def explain_plan(plan: Plan) -> Iterator[str]:
     yield from _explain_rejections(plan, "backend")
     yield f"experts    {plan.experts}: {kernel.kind}"
     yield from _explain_rejections(plan, "experts")
+    yield f"dispatch   rows {_rows_text(plan)}"
+    yield from _explain_rejections(plan, "dispatch")
     yield f"placement  {plan.placement.strategy}, by rank of an EP group"
     yield from _explain_placement(plan.placement)
     yield from _explain_shared(plan)
     yield "bytes per rank, one layer"
     for ranks, text in _runs([_bytes_text(b) for b in plan.bytes_per_rank]):
         yield f"  {_ranks_text(ranks)}: {text}"
+
+
+def _rows_text(plan: Plan) -> str:
+    if plan.rows is RowScheme.MODEL:
+        return f"as {plan.rows}: in {plan.moe.dtype}"
+    return f"as {plan.rows}: in e4m3, with a float32 scale for every 128 columns"
+
+
+def _scheme_text(scheme: QuantScheme) -> str:
+    """Example: `, experts int4_w4a16 group 128 zero points`."""
+    if not scheme.is_quantised:
+        return ""
+    text = f", experts {scheme.weight}"
+    text += f" group {scheme.group_size}" if scheme.group_size else ""
+    text += " zero points" if scheme.has_zero_points else ""
+    return text + (" input order" if scheme.has_input_order else "")
 
 
 def _explain_shared(plan: Plan) -> Iterator[str]:

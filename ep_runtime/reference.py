@@ -12,6 +12,8 @@ from torch.nn.functional import linear
 from ep_runtime.config import MoEConfig
 from ep_runtime.kernels.activation import apply_activation
 from ep_runtime.kernels.base import Activation, Routing
+from ep_runtime.kernels.quant.dequantize import dequantize_expert
+from ep_runtime.kernels.quant.scheme import QuantizedTensor
 from ep_runtime.kernels.routing import route_tokens
 
 
@@ -20,8 +22,8 @@ def reference_layer(
     hidden_states: Tensor,
     moe: MoEConfig,
     *,
-    w13: Tensor,
-    w2: Tensor,
+    w13: Tensor | QuantizedTensor,
+    w2: Tensor | QuantizedTensor,
     router: Tensor,
     correction_bias: Tensor | None = None,
     router_bias: Tensor | None = None,
@@ -32,8 +34,9 @@ def reference_layer(
 ) -> Tensor:
     """The whole layer, [T, H] to float32 [T, H].
 
-    Takes what `MoELayer.load_experts` takes, full (global) tensors of any float dtype, so that one
-    dict serves both. routing: the ids and final weights to use; without it the router decides.
+    Takes what `MoELayer.load_experts` takes, full (global) tensors of any float dtype or quantised,
+    so that one dict serves both; quantised ones are dequantised, activations are not quantised.
+    routing: the ids and final weights to use; without it the router decides.
     An id outside [0, E) contributes 0.
     """
     rows = hidden_states.float()
@@ -49,9 +52,10 @@ def reference_layer(
             continue
         weights = routing.topk_weights[row, slot, None].float()
         inner = rows[row] * weights if moe.apply_router_weight_on_input else rows[row]
-        inner = linear(inner, w13[expert].float(), _row(w13_bias, expert))
+        num_parts = 2 if activation.is_gated else 1
+        inner = linear(inner, _weight(w13, expert, num_parts), _row(w13_bias, expert))
         outer = linear(
-            apply_activation(inner, activation), w2[expert].float(), _row(w2_bias, expert)
+            apply_activation(inner, activation), _weight(w2, expert, 1), _row(w2_bias, expert)
         )
         output.index_add_(0, row, outer if moe.apply_router_weight_on_input else outer * weights)
     if shared is not None:
@@ -74,6 +78,19 @@ def reference_shared_expert(
     if gate is not None:
         output *= torch.sigmoid(linear(rows, gate.float()))
     return output
+
+
+def _weight(weights: Tensor | QuantizedTensor, expert: int, num_parts: int) -> Tensor:
+    """One expert's [N, K] float32."""
+    if isinstance(weights, QuantizedTensor):
+        return dequantize_expert(
+            weights.values,
+            weights.parameters,
+            weights.scheme,
+            expert=expert,
+            num_parts=num_parts,
+        )
+    return weights[expert].float()
 
 
 def _row(bias: Tensor | None, expert: int) -> Tensor | None:

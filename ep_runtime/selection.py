@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from ep_runtime.all2all.base import BackendCapabilities, BackendShape, shape_fault
 from ep_runtime.all2all.registry import backend_class, backend_names
 from ep_runtime.config import MoEConfig, ParallelConfig
+from ep_runtime.dispatch_rows import choose_rows, rows_fault
 from ep_runtime.kernels.base import ActivationKind, ExpertsCapabilities, ExpertsKind
 from ep_runtime.kernels.errors import PlanError
-from ep_runtime.kernels.quant.scheme import WeightScheme
 from ep_runtime.kernels.registry import experts_class, experts_names
 from ep_runtime.machine import Machine, TritonMode
 
@@ -20,7 +20,7 @@ _ONLY_BY_NAME = "Triton's interpreter is for tests; name it to use it all the sa
 
 @dataclass(frozen=True)
 class Rejection:
-    """An alternative that was not picked. kind: backend | experts | owner."""
+    """An alternative that was not picked. kind: backend | experts | dispatch | owner."""
 
     kind: str
     name: str
@@ -44,7 +44,9 @@ def choose_kernels(
         b.name: _backend_fault(b, shape, machine, by_name=named_backend != "auto") for b in backends
     }
     kernel_faults = {
-        k.name: _experts_fault(k, moe, machine, by_name=named_experts != "auto") for k in kernels
+        k.name: _experts_fault(k, moe, machine, by_name=named_experts != "auto")
+        or rows_fault(k, parallel)
+        for k in kernels
     }
     if named_backend != "auto" and (fault := backend_faults[named_backend]):
         raise PlanError(f"all2all_backend {named_backend} cannot be used: {fault}")
@@ -54,7 +56,7 @@ def choose_kernels(
     usable_backends = [b for b in backends if backend_faults[b.name] is None]
     usable_kernels = [k for k in kernels if kernel_faults[k.name] is None]
     pair_faults = {
-        (b.name, k.name): _pair_fault(b, k, parallel)
+        (b.name, k.name): _pair_fault(b, k, moe, parallel)
         for b in usable_backends
         for k in usable_kernels
     }
@@ -126,8 +128,11 @@ def _experts_fault(
         return (
             f"activation {moe.activation} is not among its {', '.join(sorted(kernel.activations))}"
         )
-    if WeightScheme.NONE not in kernel.schemes:
-        return f"it takes weights stored as {', '.join(sorted(kernel.schemes))}, not unquantised"
+    if moe.quantization.weight not in kernel.schemes:
+        return (
+            f"it takes weights stored as {', '.join(sorted(kernel.schemes))}, and quantization is "
+            f"{moe.quantization.weight}"
+        )
     if moe.expert_bias and not kernel.supports_bias:
         return "it has no bias, and expert_bias is true"
     if moe.apply_router_weight_on_input and kernel.kind is ExpertsKind.MONOLITHIC:
@@ -161,7 +166,10 @@ def _device_fault(
 
 
 def _pair_fault(
-    backend: BackendCapabilities, kernel: ExpertsCapabilities, parallel: ParallelConfig
+    backend: BackendCapabilities,
+    kernel: ExpertsCapabilities,
+    moe: MoEConfig,
+    parallel: ParallelConfig,
 ) -> str | None:
     if kernel.kind is ExpertsKind.MONOLITHIC:
         if parallel.ep_size > 1 and not backend.gathers_rows:
@@ -174,5 +182,11 @@ def _pair_fault(
         return (
             f"backend {backend.name} delivers {backend.format} rows, and experts {kernel.name} "
             f"takes {', '.join(sorted(kernel.formats))}; change all2all_backend or experts"
+        )
+    rows, _ = choose_rows(moe, parallel, backend, kernel)
+    if rows not in kernel.rows:
+        return (
+            f"backend {backend.name} sends rows as {rows} here, and experts {kernel.name} takes "
+            f"{', '.join(sorted(kernel.rows))}; change all2all_backend or experts"
         )
     return None

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ep_runtime.checkpoint import CheckpointReader
 from ep_runtime.families import FAMILIES, Family, moe_layer_ids
 from ep_runtime.kernels.errors import ConfigError
+from ep_runtime.stored_weight import StoredWeight
+from ep_runtime.weight_reader import WeightReader
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,9 @@ def transformers_config(config: dict[str, Any]) -> Any:
         raise ConfigError(
             "loading a model needs transformers; pip install 'ep-runtime[hf]'"
         ) from error
-    values = {key: value for key, value in config.items() if key != "auto_map"}
+    # What is quantised is dequantised as it is read, or is in our blocks.
+    left_out = ("auto_map", "quantization_config", "compression_config")
+    values = {key: value for key, value in config.items() if key not in left_out}
     # The blocks that would report router logits are replaced.
     values["output_router_logits"] = False
     try:
@@ -83,23 +86,27 @@ def build_skeleton(config: Any, dtype: torch.dtype) -> Skeleton:
 @torch.no_grad()
 def load_dense(
     skeleton: Skeleton,
-    reader: CheckpointReader,
-    names: frozenset[str],
+    weights: WeightReader,
+    dense: Mapping[str, StoredWeight],
     device: torch.device,
     on_tensor: Callable[[int], None],
 ) -> int:
-    """Give every dense tensor memory on `device` and read it from the checkpoint.
+    """Give every dense tensor memory on `device` and read it from the checkpoint, dequantised where
+    it is quantised.
 
-    names: the dense tensors that the checkpoint has; one that it lacks shares its tied one's.
-    on_tensor: told the bytes of each tensor read. Returns how many were read.
+    dense: those that the checkpoint has, by name; one that it lacks shares its tied one's.
+    on_tensor: told the bytes of each weight read. Returns how many tensors were read.
     """
     model = skeleton.model
     tensors = model.state_dict(keep_vars=True)
     filled: dict[str, Tensor] = {}
-    for name in sorted(names, key=lambda name: (reader.tensors[name].file, name)):
+    reader = weights.reader
+    for name, weight in sorted(
+        dense.items(), key=lambda item: (reader.tensors[item[1].name].file, item[0])
+    ):
         before = reader.bytes_read
         filled[name] = torch.empty_like(tensors[name], device=device)
-        reader.read_into(name, filled[name])
+        weights.read_into(weight, filled[name])
         on_tensor(reader.bytes_read - before)
     for name in tensors:
         source = filled[name if name in filled else skeleton.tied[name]]
@@ -113,7 +120,7 @@ def load_dense(
             module._parameters[attribute] = source
         filled[name] = source
     _restore_buffers(model, device)
-    return len(names)
+    return sum(len(weight.tensors) for weight in dense.values())
 
 
 def _restore_buffers(model: Any, device: torch.device) -> None:

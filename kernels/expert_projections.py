@@ -3,8 +3,9 @@
 Two ways, chosen by `ExpertsTiles.is_hopper`:
 - the Triton GEMMs (kernels/grouped_gemm.py), which gather rows by slot: few rows an expert, any
   device, dtype and size; the definition of the other;
-- the warp-specialised Hopper GEMMs (kernels/hopper_gemm.py), which read rows in expert order: a
-  permuting pass puts them there, and quantises them on the way where the weights are fp8.
+- the warp-specialised Hopper GEMMs (kernels/hopper_gemm.py). They gather rows that are in the
+  weights' 16-bit dtype; others a permuting pass first puts in expert order, quantising them on the
+  way where the weights are fp8, dequantising them where the rows alone are.
 
 Shapes: R rows, K slots a row, N slots, H hidden size, I intermediate size, P padded positions.
 """
@@ -17,6 +18,7 @@ from ep_runtime.kernels.base import ExpertsShape, ExpertWeights, StandardExpertI
 from ep_runtime.kernels.grouped_gemm import GemmRows, project_down, project_gate_up
 from ep_runtime.kernels.hopper_gemm import (
     Fp8Scales,
+    can_gather,
     project_down_hopper,
     project_gate_up_hopper,
 )
@@ -57,7 +59,7 @@ def projections_bytes(num_rows: int, shape: ExpertsShape, num_positions: int, he
     slots_bytes = aligned_bytes(num_slots * shape.hidden_size * shape.dtype.itemsize)
     rows_bytes = quantised_rows_bytes(num_rows, shape) + slots_bytes
     if height == HOPPER_BLOCK_M and shape.dtype.itemsize == 2:
-        # In expert order, and dead before the slots' outputs are taken.
+        # In expert order, where they are not gathered; dead before the slots' outputs are taken.
         rows_bytes = max(rows_bytes, _ordered_rows_bytes(num_positions, shape))
     return activated_bytes(num_positions, shape) + rows_bytes
 
@@ -103,13 +105,16 @@ def _project_on_hopper(
     num_positions = aligned.max_tiles * aligned.block_m
     activated = take_activated(num_positions, shape, workspace)
     with workspace.frame():
-        rows = _take_ordered_rows(num_positions, shape, workspace)
-        permute_rows(
-            expert_input,
-            aligned,
-            out=rows.values,
-            out_scales=None if rows.scales is None else rows.scales.T,
-        )
+        rows = GemmRows(expert_input.hidden_states, expert_input.scales)
+        gathers = rows.values.dtype is weights.w13.dtype and can_gather(rows.values)
+        if not gathers:
+            rows = _take_ordered_rows(num_positions, shape, workspace)
+            permute_rows(
+                expert_input,
+                aligned,
+                out=rows.values,
+                out_scales=None if rows.scales is None else rows.scales.T,
+            )
         project_gate_up_hopper(
             rows.values,
             weights.w13,
@@ -118,6 +123,7 @@ def _project_on_hopper(
             out=activated.values,
             bias=weights.w13_bias,
             scales=_scales(rows, weights.w13_quant, activated),
+            top_k=expert_input.topk_ids.shape[1] if gathers else None,
         )
     out = workspace.take((aligned.num_slots, shape.hidden_size), shape.dtype)
     project_down_hopper(

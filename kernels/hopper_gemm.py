@@ -1,7 +1,8 @@
 """Both projections of all experts on Hopper, for many rows: TMA, asynchronous matrix units, Gluon.
 
-Shapes: P positions in expert order (kernels/align.py), K columns summed over, N columns of the
-result, E experts. Position tiles are 128 rows; tile t belongs wholly to expert tile_experts[t].
+Shapes: P positions in expert order (kernels/align_blocks.py), R rows as the caller has them, K
+columns summed over, N columns of the result, E experts. Position tiles are 128 rows; tile t belongs
+wholly to expert tile_experts[t]. kernels/hopper_reference.py has the definitions.
 
 One program a multiprocessor works through (row tile, column block) pairs; the number of row tiles
 is read from the device. Three partitions of warps:
@@ -10,9 +11,16 @@ is read from the device. Three partitions of warps:
     consumer 0  4 warps, 240 registers  rows 0-63 of the tile: X [64, 64] @ W.T, 64 x 256 float32
     consumer 1  4 warps, 240 registers  rows 64-127, the same W
 
+Rows of 16 bits may also be *gathered*: X is [R, K] as the caller has it, and the producer finds the
+row of each position by its slot, so that no pass has to put rows in expert order first. TMA cannot
+do that on Hopper (a request a row would be 128 a stage), so the producer then has 4 warps: 8 copies
+of 16 bytes a thread and stage (cp.async), into the places where TMA's swizzle would have put them,
+none of which it waits for. W comes as before. Registers: 40 for these warps, 232 for consumers.
+
 The numbers are of 16-bit operands (kernels/hopper_kernel_half.py); of e4m3 a block has 128 columns
 of K, the same bytes, and consumers release a block before they begin the next one
-(kernels/hopper_kernel_fp8.py). Parts common to both: kernels/hopper_tiles.py.
+(kernels/hopper_kernel_fp8.py). Parts common to both: kernels/hopper_producer.py and
+hopper_tiles.py.
 
 Why so. 64 x 256 a warp group is the shape that reads the least shared memory for a product, and
 its accumulator (128 registers) leaves room for an epilogue in registers. Consumers share a stage's
@@ -34,9 +42,22 @@ zeros). g counts a program's blocks over all its tiles: block g is in stage g % 
 
     barrier   arrivals a phase   phase r completes when        who waits for it, which phase
     full[s]   1, with 48 KiB     block r S + s has landed      consumers before block g: g // S
+     gathered 129, with 32 KiB   (below)                       the same
     empty[s]  2, the consumers   both have read block r S + s  producer before block g: g // S - 1
     turn      1, consumer 0      it has finished block L - 1   consumer 1 before block 0 of its
                                  of its r-th tile              r-th tile: r
+
+Gathered, the arrivals at full are the thread's that expects W's bytes and one of each of the 128
+threads, which the hardware makes when all copies that the thread has begun have landed
+(cp.async.mbarrier.arrive.noinc: counted in the 129, not added to them). A thread begins the copies
+of a block only after its own wait for `empty`, so none of them, and no arrival, is early.
+
+Two proxies: cp.async writes by the generic one, wgmma reads by the async one. Write before read: a
+consumer thread's wait for `full` orders the copies of all threads before it, and then its own
+fence.proxy.async, between that wait and the stage's first wgmma, makes them visible to what it
+issues. Read before the next write: a wgmma that has been waited for is fenced implicitly, and that
+wait comes before the arrival at `empty`. X's stages are written by copies alone and W's by TMA
+alone, so writes never cross proxies. TMA writes by the async proxy: not gathered, no fence.
 
 Waiting for phase -1 passes at once (parity 1 of a fresh barrier). A consumer releases block g when
 g + 1 is issued and g is done, so that at most one is outstanding, and a tile's last block before
@@ -49,18 +70,17 @@ consumer 1 has passed its wait for r. With n < S turn is not used. In the end ev
 met; the last arrivals at `empty` are waited for by nobody. Without tiles nothing waits or arrives.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ep_runtime.kernels.activation import apply_activation
 from ep_runtime.kernels.base import Activation
 from ep_runtime.kernels.errors import PlanError
 from ep_runtime.kernels.hopper_kernel_fp8 import project_fp8_kernel
 from ep_runtime.kernels.hopper_kernel_half import project_kernel
+from ep_runtime.kernels.hopper_producer import CHUNK
 from ep_runtime.kernels.hopper_tiles import (
     BLOCK_M,
     DEFAULT_SCHEDULE,
@@ -73,8 +93,6 @@ from ep_runtime.kernels.hopper_tiles import (
 )
 
 FP8 = torch.float8_e4m3fn
-# Columns of a row, and rows and columns of a weight, that share a scale.
-SCALED_COLUMNS = 128
 _DTYPES = (torch.bfloat16, torch.float16, FP8)
 # TMA takes rows whose length in bytes is a multiple of this.
 TMA_ROW_BYTES = 16
@@ -121,16 +139,19 @@ def project_gate_up_hopper(
     out: Tensor,
     bias: Tensor | None = None,
     scales: Fp8Scales | None = None,
+    top_k: int | None = None,
     schedule: HopperSchedule = DEFAULT_SCHEDULE,
 ) -> None:
-    """First projection: out[p] = act(w13[expert of p] @ hidden_states[p] + bias), by position.
+    """First projection: out[p] = act(w13[expert of p] @ x[p] + bias), by position.
 
-    hidden_states: [P, K] bf16, fp16, or e4m3 with scales, contiguous, in expert order; padding rows
-    hold 0. w13: [E, 2I, K] of the same dtype, gate rows first, then up ([E, I, K] where not gated).
+    hidden_states: without top_k x itself, [P, K] bf16, fp16, or e4m3 with scales, contiguous, in
+    expert order; padding rows hold 0. With top_k, [R, K] bf16 or fp16 rows that `can_gather` takes:
+    x[p] is row slots[p] // top_k, or 0 where slots[p] is R * top_k; rows without a slot are not
+    read. w13: [E, 2I, K] of the same dtype, gate rows first, then up ([E, I, K] where not gated).
     bias: [E, 2I] (or [E, I]), or None. out: [P, I] contiguous, 16 bits wide, or e4m3 with
     `scales.out`; every row of the num_tiles tiles is written, padding too, and none beyond. Sums
     and activation in float32, rounded once. Does not wait for the device. Raises PlanError for what
-    TMA cannot read.
+    cannot be read.
     """
     num_columns = w13.shape[1] // 2 if activation.is_gated else w13.shape[1]
     _launch(
@@ -142,6 +163,7 @@ def project_gate_up_hopper(
         bias=bias,
         scales=scales,
         activation=activation,
+        top_k=top_k,
         topk_weights=None,
         schedule=schedule,
     )
@@ -175,85 +197,10 @@ def project_down_hopper(
         bias=bias,
         scales=scales,
         activation=None,
+        top_k=None,
         topk_weights=topk_weights,
         schedule=schedule,
     )
-
-
-def project_gate_up_hopper_reference(
-    hidden_states: Tensor,
-    w13: Tensor,
-    tiles: ExpertTiles,
-    *,
-    activation: Activation,
-    bias: Tensor | None = None,
-    scales: Fp8Scales | None = None,
-) -> Tensor:
-    """The definition of `project_gate_up_hopper`: [P, I] float32, NaN where it does not write.
-
-    Not rounded, nor quantised. Waits for the device.
-    """
-    num_parts = 2 if activation.is_gated else 1
-    out = _unwritten(hidden_states.shape[0], w13.shape[1] // num_parts, hidden_states.device)
-    for rows, projected in _projected_tiles(hidden_states, w13, tiles, bias, scales, num_parts):
-        out[rows] = apply_activation(projected, activation)
-    return out
-
-
-def project_down_hopper_reference(
-    activated: Tensor,
-    w2: Tensor,
-    tiles: ExpertTiles,
-    *,
-    bias: Tensor | None = None,
-    scales: Fp8Scales | None = None,
-    topk_weights: Tensor | None = None,
-) -> Tensor:
-    """The definition of `project_down_hopper`: [num_slots or P, N] float32, NaN where unwritten.
-
-    Waits for the device.
-    """
-    num_rows = activated.shape[0] if topk_weights is None else topk_weights.numel()
-    out = _unwritten(num_rows, w2.shape[1], activated.device)
-    for rows, raw in _projected_tiles(activated, w2, tiles, bias, scales, 1):
-        if topk_weights is None:
-            out[rows] = raw
-            continue
-        slots = tiles.slots[rows].long()
-        is_slot = slots < num_rows
-        slots = slots[is_slot]
-        out[slots] = raw[is_slot] * topk_weights.flatten()[slots, None]
-    return out
-
-
-def _unwritten(num_rows: int, num_columns: int, device: torch.device) -> Tensor:
-    return torch.full((num_rows, num_columns), torch.nan, device=device)
-
-
-def _projected_tiles(
-    x: Tensor,
-    w: Tensor,
-    tiles: ExpertTiles,
-    bias: Tensor | None,
-    scales: Fp8Scales | None,
-    num_parts: int,
-) -> Iterator[tuple[slice, Tensor]]:
-    """Positions of each tile and its product with bias in float32. Waits for the device."""
-    for tile, expert in enumerate(tiles.tile_experts[: int(tiles.num_tiles)].tolist()):
-        rows = slice(tile * tiles.block_m, (tile + 1) * tiles.block_m)
-        left, right = x[rows].float(), w[expert].float()
-        if scales is not None:
-            left *= _widen(scales.rows[rows], left.shape[1], dim=1)
-            blocks = _widen(scales.weights[expert], right.shape[1], dim=1)
-            part_rows = right.shape[0] // num_parts
-            right *= torch.cat([_widen(b, part_rows, dim=0) for b in blocks.chunk(num_parts)])
-        projected = left @ right.T
-        yield rows, projected if bias is None else projected + bias[expert].float()
-
-
-def _widen(scales: Tensor, size: int, *, dim: int) -> Tensor:
-    """Each scale 128 times along `dim`, cut to `size`."""
-    return scales.repeat_interleave(SCALED_COLUMNS, dim=dim).narrow(dim, 0, size)
 
 
 def check_hopper_gemm(k_size: int, dtype: torch.dtype, block_m: int = BLOCK_M) -> None:
@@ -269,6 +216,16 @@ def check_hopper_gemm(k_size: int, dtype: torch.dtype, block_m: int = BLOCK_M) -
         raise PlanError(f"the Hopper GEMM takes tiles of {BLOCK_M} positions, not {block_m}")
 
 
+def can_gather(x: Tensor) -> bool:
+    """Whether rows [R, K] can be gathered by slot: 16 bits wide, starts at multiples of 16 bytes.
+
+    Rows may have gaps between them, their values none.
+    """
+    starts = (x.data_ptr(), x.stride(0) * x.element_size(), x.shape[1] * x.element_size())
+    is_aligned = all(start % TMA_ROW_BYTES == 0 for start in starts)
+    return x.element_size() == 2 and x.stride(1) == 1 and is_aligned
+
+
 def _launch(
     x: Tensor,
     w: Tensor,
@@ -279,32 +236,40 @@ def _launch(
     bias: Tensor | None,
     scales: Fp8Scales | None,
     activation: Activation | None,
+    top_k: int | None,
     topk_weights: Tensor | None,
     schedule: HopperSchedule,
 ) -> None:
     k_size = x.shape[1]
     check_hopper_gemm(k_size, x.dtype, tiles.block_m)
-    _check_tensors(x, w, out, scales)
-    if x.shape[0] == 0 or num_columns == 0:
+    _check_tensors(x, w, out, scales, top_k)
+    num_positions = x.shape[0] if top_k is None else out.shape[0]
+    if num_positions == 0 or num_columns == 0:
         return
     is_gated = activation is not None and activation.is_gated
     num_halves = 2 if is_gated else 1
     block_n = STAGE_ROWS // num_halves
     is_shuffled = schedule.is_shuffled and num_columns % SHUFFLED_ROWS == 0
-    max_pairs = x.shape[0] // BLOCK_M * num_column_blocks(num_columns, is_gated=is_gated)
+    max_pairs = num_positions // BLOCK_M * num_column_blocks(num_columns, is_gated=is_gated)
+    num_slots = 0
+    if top_k is not None:
+        num_slots = x.shape[0] * top_k
+    elif topk_weights is not None:
+        num_slots = out.shape[0]
+    gathering = (top_k, None if top_k is None else x.stride(0) // CHUNK)
     num_programs = min(_num_multiprocessors(x.device), max_pairs)
     kernel: Any = project_kernel if scales is None else project_fp8_kernel
     kernel[(num_programs,)](
-        describe_rows(x),
+        x if top_k is not None else describe_rows(x),
         describe_weights(w.view(-1, k_size), block_n, is_shuffled=is_shuffled),
-        *(() if scales is None else (scales.rows, scales.weights, scales.out)),
+        *(gathering if scales is None else (scales.rows, scales.weights, scales.out)),
         tiles.tile_experts,
         tiles.num_tiles,
-        tiles.slots if topk_weights is not None else None,
+        tiles.slots if topk_weights is not None or top_k is not None else None,
         topk_weights,
         bias,
         out,
-        out.shape[0] if topk_weights is not None else 0,
+        num_slots,
         num_columns,
         k_size,
         activation.alpha if activation is not None else None,
@@ -316,12 +281,15 @@ def _launch(
         GROUP=schedule.group_tiles,
         LEAD=schedule.lead_blocks,
         num_warps=4,
-        # 12 warps start with it; setmaxnreg then makes 240, 240 and 24 of three times 168.
+        # 12 warps start with it; setmaxnreg then makes 240, 240 and 24 of three times 168, or 232,
+        # 232 and 40.
         maxnreg=168,
     )
 
 
-def _check_tensors(x: Tensor, w: Tensor, out: Tensor, scales: Fp8Scales | None) -> None:
+def _check_tensors(
+    x: Tensor, w: Tensor, out: Tensor, scales: Fp8Scales | None, top_k: int | None
+) -> None:
     if (x.dtype is FP8) != (scales is not None):
         raise PlanError(f"rows are {x.dtype}: e4m3 operands need scales, and no others take any")
     is_out_fp8 = scales is not None and scales.out is not None
@@ -331,7 +299,15 @@ def _check_tensors(x: Tensor, w: Tensor, out: Tensor, scales: Fp8Scales | None) 
         raise PlanError(
             f"rows {x.dtype}, weights {w.dtype} and out {out.dtype} must be of one dtype"
         )
-    named = {"rows": x, "weights": w, "out": out}
+    named = {"weights": w, "out": out}
+    if top_k is None:
+        named["rows"] = x
+    elif not can_gather(x):
+        raise PlanError(
+            f"rows that are gathered by slot must be 16 bits wide and start at multiples of "
+            f"{TMA_ROW_BYTES} bytes; these are {x.dtype} {tuple(x.shape)} with strides "
+            f"{x.stride()} at {x.data_ptr():#x}"
+        )
     if scales is not None:
         named |= {"scales.rows": scales.rows, "scales.weights": scales.weights}
     for name, tensor in named.items():

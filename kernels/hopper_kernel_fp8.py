@@ -18,11 +18,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ep_runtime.kernels.hopper_producer import load_operands
 from ep_runtime.kernels.hopper_tiles import (
     allocate_stages,
     finish_columns,
     in_column_order,
-    load_operands,
     locate_pair,
     next_stage,
     store_layout,
@@ -234,7 +234,7 @@ def project_fp8_kernel(
     BLOCK_K: gl.constexpr = x_desc.block_shape[1]
     IS_SHUFFLED: gl.constexpr = len(w_desc.block_shape) == 5
     dtype: gl.constexpr = x_desc.dtype
-    x_stages, w_stages, full, empty, turn = allocate_stages(x_desc, w_desc, STAGES, NUM_HALVES)
+    x_stages, w_stages, full, empty, turn = allocate_stages(w_desc, STAGES, NUM_HALVES, 1)
     fence_async_shared()
     x_halves = x_stages._reinterpret(dtype, [2 * STAGES, TILE_ROWS // 2, BLOCK_K], x_desc.layout)
     w_halves = w_stages._reinterpret(dtype, [2 * STAGES, 128, BLOCK_K], x_desc.layout)
@@ -284,6 +284,7 @@ def project_fp8_kernel(
                 load_operands,
                 (
                     (x_desc, w_desc, x_stages, w_stages, full, empty),
+                    None,
                     tile_experts_ptr,
                     (num_tiles, num_blocks, num_columns, num_k_blocks),
                     NUM_HALVES,

@@ -13,11 +13,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ep_runtime.kernels.hopper_producer import NUM_GATHERING_THREADS, load_operands
 from ep_runtime.kernels.hopper_tiles import (
     allocate_stages,
     finish_columns,
     in_column_order,
-    load_operands,
     locate_pair,
     next_stage,
     split_halves,
@@ -26,9 +26,15 @@ from ep_runtime.kernels.hopper_tiles import (
 
 
 @gluon.jit
-def _multiply_stage(x_halves, w_stages, full, stage, phase, acc, CONSUMER: gl.constexpr, use_acc):
+def _multiply_stage(
+    operands, stage, phase, acc, CONSUMER: gl.constexpr, GATHERS: gl.constexpr, use_acc
+):
     """Wait for a stage and issue its product; returns the accumulator, not yet valid."""
+    x_halves, w_stages, full, _, _ = operands
     mbarrier.wait(full.index(stage), phase)
+    if GATHERS:
+        # The matrix units read through another proxy than the copies by threads wrote.
+        fence_async_shared()
     x = x_halves.index(2 * stage + CONSUMER)
     w = w_stages.index(stage).permute([1, 0])
     return warpgroup_mma(x, w, acc, use_acc=use_acc, is_async=True)
@@ -56,6 +62,7 @@ def _consume_stages(
     IS_SHUFFLED: gl.constexpr,
     GROUP: gl.constexpr,
     LEAD: gl.constexpr,
+    GATHERS: gl.constexpr,
 ):
     """A consumer: half the rows of each tile, products and epilogue."""
     x_halves, w_stages, full, empty, turn = operands
@@ -75,16 +82,14 @@ def _consume_stages(
     parity = gl.to_tensor(0)
     index = gl.program_id(0)
     tile, block = locate_pair(index, num_tiles, num_blocks, GROUP)
-    if slots_ptr is not None:
+    if topk_weights_ptr is not None:
         slots_mask = (rows >= 0) & (index < num_pairs)
         slots = gl.load(slots_ptr + tile * (2 * ROWS) + rows, mask=slots_mask, other=num_slots)
     acc = gl.full([ROWS, COLUMNS], 0.0, gl.float32, MMA)
     while index < num_pairs:
         if LEAD > 0 and CONSUMER == 1:
             mbarrier.wait(turn, parity, pred=takes_turns)
-        product = _multiply_stage(
-            x_halves, w_stages, full, stage, phase, acc, CONSUMER, use_acc=False
-        )
+        product = _multiply_stage(operands, stage, phase, acc, CONSUMER, GATHERS, use_acc=False)
         previous = stage
         stage, phase = next_stage(stage, phase, STAGES)
 
@@ -92,7 +97,7 @@ def _consume_stages(
         next_index = index + gl.num_programs(0)
         next_tile, next_block = locate_pair(next_index, num_tiles, num_blocks, GROUP)
         row_weights = None
-        if slots_ptr is not None:
+        if topk_weights_ptr is not None:
             row_weights = gl.load(topk_weights_ptr + slots, mask=slots < num_slots, other=0.0)
             slots_mask = (rows >= 0) & (next_index < num_pairs)
             next_slots = gl.load(
@@ -102,9 +107,7 @@ def _consume_stages(
         if bias_ptr is not None:
             expert = gl.load(tile_experts_ptr + tile)
 
-        product = _multiply_stage(
-            x_halves, w_stages, full, stage, phase, product, CONSUMER, use_acc=True
-        )
+        product = _multiply_stage(operands, stage, phase, product, CONSUMER, GATHERS, use_acc=True)
         product = _finish_previous(product, empty, previous)
         if LEAD == 1 and CONSUMER == 0:
             mbarrier.arrive(turn, pred=takes_turns)
@@ -112,7 +115,7 @@ def _consume_stages(
         stage, phase = next_stage(stage, phase, STAGES)
         for k_block in range(2, num_k_blocks):
             product = _multiply_stage(
-                x_halves, w_stages, full, stage, phase, product, CONSUMER, use_acc=True
+                operands, stage, phase, product, CONSUMER, GATHERS, use_acc=True
             )
             product = _finish_previous(product, empty, previous)
             if LEAD > 1 and CONSUMER == 0:
@@ -130,7 +133,7 @@ def _consume_stages(
         else:
             gate = result
             up = result
-        if slots_ptr is not None:
+        if topk_weights_ptr is not None:
             out_rows = slots.to(gl.int64)
             is_row = slots < num_slots
             slots = next_slots
@@ -159,12 +162,14 @@ def _consume_stages(
 
 @gluon.jit(do_not_specialize=["num_slots"])
 def project_kernel(
-    x_desc,  # [P, K]
+    x,  # a descriptor of [P, K]; gathered, a pointer to [R, K]
     w_desc,  # [E * N, K], plain or shuffled; 2 * N where gated
+    top_k,  # of rows that are gathered by slot, how many slots one has; else None
+    row_chunks,  # of the same, how many times 16 bytes apart they are; else None
     tile_experts_ptr,
     num_tiles_ptr,
-    slots_ptr,  # or None: out is by position
-    topk_weights_ptr,  # or None, as slots_ptr
+    slots_ptr,  # or None: neither rows nor out are by slot
+    topk_weights_ptr,  # or None: out is by position
     bias_ptr,  # [E, N] or None; 2 * N where gated
     out_ptr,  # [P or num_slots, N]
     num_slots,
@@ -180,14 +185,16 @@ def project_kernel(
     LEAD: gl.constexpr,
 ):
     """One program a multiprocessor, of any number; each takes every num_programs-th pair."""
-    TILE_ROWS: gl.constexpr = x_desc.block_shape[0]
-    BLOCK_K: gl.constexpr = x_desc.block_shape[1]
+    GATHERS: gl.constexpr = top_k is not None
     IS_SHUFFLED: gl.constexpr = len(w_desc.block_shape) == 5
-    dtype: gl.constexpr = x_desc.dtype
-    x_stages, w_stages, full, empty, turn = allocate_stages(x_desc, w_desc, STAGES, NUM_HALVES)
+    # The thread that expects TMA's bytes; gathering, each thread's copies as well.
+    FULL_COUNT: gl.constexpr = 1 + NUM_GATHERING_THREADS if GATHERS else 1
+    x_stages, w_stages, full, empty, turn = allocate_stages(w_desc, STAGES, NUM_HALVES, FULL_COUNT)
     fence_async_shared()
-    x_halves = x_stages._reinterpret(dtype, [2 * STAGES, TILE_ROWS // 2, BLOCK_K], x_desc.layout)
-    w_wide = w_stages._reinterpret(dtype, [STAGES, 256, BLOCK_K], x_desc.layout)
+    BLOCK_K: gl.constexpr = x_stages.shape[2]
+    x_layout: gl.constexpr = x_stages.layout
+    x_halves = x_stages._reinterpret(w_desc.dtype, [2 * STAGES, 64, BLOCK_K], x_layout)
+    w_wide = w_stages._reinterpret(w_desc.dtype, [STAGES, 256, BLOCK_K], x_layout)
 
     num_tiles = gl.load(num_tiles_ptr)
     num_blocks = gl.cdiv(num_columns, 256 // NUM_HALVES)
@@ -210,6 +217,7 @@ def project_kernel(
                     IS_SHUFFLED,
                     GROUP,
                     LEAD,
+                    GATHERS,
                 ),
             ),
             (
@@ -227,12 +235,14 @@ def project_kernel(
                     IS_SHUFFLED,
                     GROUP,
                     LEAD,
+                    GATHERS,
                 ),
             ),
             (
                 load_operands,
                 (
-                    (x_desc, w_desc, x_stages, w_stages, full, empty),
+                    (x, w_desc, x_stages, w_stages, full, empty),
+                    (slots_ptr, num_slots, top_k, row_chunks, k_size) if GATHERS else None,
                     tile_experts_ptr,
                     (num_tiles, num_blocks, num_columns, num_k_blocks),
                     NUM_HALVES,
@@ -240,6 +250,6 @@ def project_kernel(
                 ),
             ),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 4] if GATHERS else [4, 1],
+        [232, 40] if GATHERS else [240, 24],
     )

@@ -1,4 +1,4 @@
-"""What the Hopper GEMMs are made of: operands through TMA into a ring of stages, order, epilogue.
+"""What the Hopper GEMMs are made of: the ring of stages, their order, the epilogue.
 
 Shapes: P positions in expert order, K columns summed over, N columns of the result, E experts.
 kernels/hopper_gemm.py says how the parts work together and why they are so.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ep_runtime.kernels.errors import PlanError
@@ -59,6 +59,7 @@ class HopperSchedule:
 
 
 DEFAULT_SCHEDULE = HopperSchedule()
+TILE_ROWS = gl.constexpr(BLOCK_M)
 
 
 def describe_rows(x: Tensor) -> TensorDescriptor:
@@ -125,61 +126,25 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def allocate_stages(x_desc, w_desc, STAGES: gl.constexpr, NUM_HALVES: gl.constexpr):
+def allocate_stages(
+    w_desc, STAGES: gl.constexpr, NUM_HALVES: gl.constexpr, FULL_COUNT: gl.constexpr
+):
     """The ring: X [STAGES, 128, .] and W [STAGES * NUM_HALVES, box], barriers, ready to use."""
-    x_shape: gl.constexpr = [STAGES] + x_desc.block_shape  # noqa: RUF005 (Gluon has no starred)
+    dtype: gl.constexpr = w_desc.dtype
+    x_shape: gl.constexpr = [STAGES, TILE_ROWS, w_desc.block_shape[-1]]
+    x_layout: gl.constexpr = gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 2)
+    # Gluon has no starred expressions.
     w_shape: gl.constexpr = [STAGES * NUM_HALVES] + w_desc.block_shape  # noqa: RUF005
-    x_stages = gl.allocate_shared_memory(x_desc.dtype, x_shape, x_desc.layout)
-    w_stages = gl.allocate_shared_memory(w_desc.dtype, w_shape, w_desc.layout)
+    x_stages = gl.allocate_shared_memory(dtype, x_shape, x_layout)
+    w_stages = gl.allocate_shared_memory(dtype, w_shape, w_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turn = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=FULL_COUNT)
         mbarrier.init(empty.index(i), count=2)
     mbarrier.init(turn, count=1)
     return x_stages, w_stages, full, empty, turn
-
-
-@gluon.jit
-def load_operands(
-    operands,  # descriptors, stages, barriers
-    tile_experts_ptr,
-    sizes,
-    NUM_HALVES: gl.constexpr,
-    GROUP: gl.constexpr,
-):
-    """The producer: fill the stages in the order in which the consumers read them."""
-    x_desc, w_desc, x_stages, w_stages, full, empty = operands
-    num_tiles, num_blocks, num_columns, num_k_blocks = sizes
-    STAGES: gl.constexpr = full.shape[0]
-    TILE_ROWS: gl.constexpr = x_desc.block_shape[0]
-    BLOCK_K: gl.constexpr = x_desc.block_shape[1]
-    BLOCK_N: gl.constexpr = 256 // NUM_HALVES
-    IS_SHUFFLED: gl.constexpr = len(w_desc.block_shape) == 5
-    STAGE_BYTES: gl.constexpr = x_desc.block_type.nbytes + NUM_HALVES * w_desc.block_type.nbytes
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    for index in range(gl.program_id(0), num_tiles * num_blocks, gl.num_programs(0)):
-        tile, block = locate_pair(index, num_tiles, num_blocks, GROUP)
-        expert = gl.load(tile_experts_ptr + tile)
-        w_row = expert * (NUM_HALVES * num_columns) + block * BLOCK_N
-        for k_block in range(num_k_blocks):
-            k = k_block * BLOCK_K
-            mbarrier.wait(empty.index(stage), phase ^ 1)
-            bar = full.index(stage)
-            mbarrier.expect(bar, STAGE_BYTES)
-            x_at = [tile * TILE_ROWS, k]
-            tma.async_copy_global_to_shared(x_desc, x_at, bar, x_stages.index(stage))
-            for half in gl.static_range(NUM_HALVES):
-                row = w_row + half * num_columns
-                w_stage = w_stages.index(stage * NUM_HALVES + half)
-                if IS_SHUFFLED:
-                    w_at = [row // 32, 0, 0, 0, k]
-                    tma.async_copy_global_to_shared(w_desc, w_at, bar, w_stage)
-                else:
-                    tma.async_copy_global_to_shared(w_desc, [row, k], bar, w_stage)
-            stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit

@@ -3,6 +3,8 @@
 Shapes: R rows, K slots a row, N = R * K slots, H hidden size, I intermediate size.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -21,12 +23,15 @@ from ep_runtime.kernels.base import (
     ModularExperts,
     StandardExpertInput,
 )
+from ep_runtime.kernels.quant.dequantize import DEQUANTIZED_SCHEMES, dequantize_expert
+from ep_runtime.kernels.quant.scheme import UNQUANTISED, QuantScheme, RowScheme, WeightScheme
 from ep_runtime.kernels.workspace import Workspace
 
 
 class ReferenceExperts(ModularExperts):
     """One matrix product per local expert that has rows; everything in float32 until the end.
 
+    Quantised weights are dequantised one expert at a time, and only where it has rows.
     Waits for the device once a call, to read how many rows each expert has; so it cannot be
     captured into a CUDA graph. Takes no workspace.
     """
@@ -38,6 +43,8 @@ class ReferenceExperts(ModularExperts):
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         device_types=frozenset({"cpu", "cuda"}),
         activations=frozenset(ActivationKind),
+        schemes=frozenset({WeightScheme.NONE, *DEQUANTIZED_SCHEMES}),
+        rows=frozenset(RowScheme),
         supports_bias=True,
         concurrency=(
             ConcurrencyRule(
@@ -56,14 +63,33 @@ class ReferenceExperts(ModularExperts):
         self, expert_input: ExpertInput, weights: ExpertWeights, workspace: Workspace
     ) -> Tensor:
         """See `ModularExperts.run`; rows that nobody wrote come out as 0. Keeps no gradients."""
+        activation, scheme = self.shape.activation, self.shape.scheme
         with torch.no_grad():
+            expert_input = _without_scales(expert_input)
             if isinstance(expert_input, BatchedExpertInput):
-                return run_batched_reference(expert_input, weights, self.shape.activation)
-            return run_standard_reference(expert_input, weights, self.shape.activation)
+                output = run_batched_reference(expert_input, weights, activation, scheme)
+            else:
+                output = run_standard_reference(expert_input, weights, activation, scheme)
+            return output.to(self.shape.dtype)
+
+
+def _without_scales(expert_input: ExpertInput) -> ExpertInput:
+    """Rows in fp8 as float32; others as they are."""
+    values, scales = expert_input.hidden_states, expert_input.scales
+    if scales is None:
+        return expert_input
+    # Not above: it imports Triton, without which this kernel runs all the same.
+    from ep_runtime.kernels.quant.fp8_rows import dequantize_rows
+
+    rows = dequantize_rows(values.flatten(0, -2), scales.flatten(0, -2), torch.float32)
+    return replace(expert_input, hidden_states=rows.view(values.shape), scales=None)
 
 
 def run_standard_reference(
-    expert_input: StandardExpertInput, weights: ExpertWeights, activation: Activation
+    expert_input: StandardExpertInput,
+    weights: ExpertWeights,
+    activation: Activation,
+    scheme: QuantScheme = UNQUANTISED,
 ) -> Tensor:
     """Weighted sum over each row's slots, in the order of the slots.
 
@@ -91,7 +117,7 @@ def run_standard_reference(
         if count:
             start, end = end, end + count
             expert_rows = rows.index_select(0, slot_rows[start:end])
-            output = _run_expert(expert_rows, weights, expert, activation)
+            output = _run_expert(expert_rows, weights, expert, activation, scheme)
             torch.mul(output, slot_weights[start:end, None], out=slot_outputs[start:end])
 
     position = torch.full_like(experts, num_valid)
@@ -104,26 +130,41 @@ def run_standard_reference(
 
 
 def run_batched_reference(
-    expert_input: BatchedExpertInput, weights: ExpertWeights, activation: Activation
+    expert_input: BatchedExpertInput,
+    weights: ExpertWeights,
+    activation: Activation,
+    scheme: QuantScheme = UNQUANTISED,
 ) -> Tensor:
     """Raw rows of each expert, 0 past its count. Returns a fresh [E_local, capacity, H]."""
     rows = expert_input.hidden_states
     output = rows.new_zeros((*rows.shape[:2], weights.w2.shape[1]))
     for expert, count in enumerate(expert_input.num_rows_per_expert.tolist()):
         if count:
-            raw = _run_expert(rows[expert, :count], weights, expert, activation)
+            raw = _run_expert(rows[expert, :count], weights, expert, activation, scheme)
             output[expert, :count] = raw.to(rows.dtype)
     return output
 
 
 def _run_expert(
-    rows: Tensor, weights: ExpertWeights, expert: int, activation: Activation
+    rows: Tensor,
+    weights: ExpertWeights,
+    expert: int,
+    activation: Activation,
+    scheme: QuantScheme,
 ) -> Tensor:
     """One expert applied to [n, H] rows; returns float32 [n, H]."""
-    projected = rows.float() @ weights.w13[expert].float().T
+    w13 = dequantize_expert(
+        weights.w13,
+        weights.w13_quant,
+        scheme,
+        expert=expert,
+        num_parts=2 if activation.is_gated else 1,
+    )
+    projected = rows.float() @ w13.T
     if weights.w13_bias is not None:
         projected += weights.w13_bias[expert].float()
-    output = apply_activation(projected, activation) @ weights.w2[expert].float().T
+    w2 = dequantize_expert(weights.w2, weights.w2_quant, scheme, expert=expert, num_parts=1)
+    output = apply_activation(projected, activation) @ w2.T
     if weights.w2_bias is not None:
         output += weights.w2_bias[expert].float()
     return output

@@ -3,17 +3,24 @@
 Every rank of a group has the same layout in its own memory, so a peer's tensor is found at the
 peer's base address plus the same offset.
 
-Shapes: P ranks, M rows a rank may send at most, K top-k slots, H hidden size.
+Shapes: P ranks, M rows a rank may send at most, K top-k slots, H hidden size, G = ceil(H / 128)
+groups of columns, E experts.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from ep_runtime.kernels.quant.fp8_rows import num_groups
+from ep_runtime.kernels.quant.scheme import RowScheme
 from ep_runtime.kernels.workspace import aligned_bytes
+
+PreparedT = TypeVar("PreparedT")
 
 # What one rank adds to each peer's arrival counter in one phase of one call, however many programs
 # it uses: all but the first add 1, the first adds the rest. So the receiver needs to know nothing
@@ -41,8 +48,9 @@ class SlotLayout:
 
     dispatch_arrivals, combine_arrivals: [P] int64, counted up by the peer of that index.
     topk_ids [P * M, K] int32, topk_weights [P * M, K] float32, origins [P * M] int32,
-    rows [P * M, H]: what dispatch receives. origins: source rank * M + row there.
-    results: [P, M, H], what combine receives: from rank p, for own row t, at [p, t].
+    rows [P * M, H]: what dispatch receives. origins: source rank * M + row there. rows: in dtype,
+    or with row_scheme FP8_GROUP in e4m3; then scales [P * M, G] float32 are there too.
+    results: [P, M, H] in dtype, what combine receives: from rank p, for own row t, at [p, t].
     """
 
     ep_size: int
@@ -50,19 +58,27 @@ class SlotLayout:
     hidden_size: int
     top_k: int
     dtype: torch.dtype
+    row_scheme: RowScheme = RowScheme.MODEL
+
+    @property
+    def has_scales(self) -> bool:
+        return self.row_scheme is RowScheme.FP8_GROUP
 
     @cached_property
     def regions(self) -> dict[str, Region]:
         """By name, in the order in which they lie."""
         num_ranks, max_tokens, hidden = self.ep_size, self.max_tokens_per_rank, self.hidden_size
         num_rows = num_ranks * max_tokens
+        row_dtype = torch.float8_e4m3fn if self.has_scales else self.dtype
+        scales = ("scales", (num_rows, num_groups(hidden)), torch.float32)
         wanted: tuple[tuple[str, tuple[int, ...], torch.dtype], ...] = (
             ("dispatch_arrivals", (num_ranks,), torch.int64),
             ("combine_arrivals", (num_ranks,), torch.int64),
             ("topk_ids", (num_rows, self.top_k), torch.int32),
             ("topk_weights", (num_rows, self.top_k), torch.float32),
             ("origins", (num_rows,), torch.int32),
-            ("rows", (num_rows, hidden), self.dtype),
+            ("rows", (num_rows, hidden), row_dtype),
+            *((scales,) if self.has_scales else ()),
             ("results", (num_ranks, max_tokens, hidden), self.dtype),
         )
         regions: dict[str, Region] = {}
@@ -84,8 +100,8 @@ class SlotLayout:
         return flat.view(region.dtype).view(region.shape)
 
     def offset(self, name: str) -> int:
-        """Bytes from the slot's start to a region."""
-        return self.regions[name].offset
+        """Bytes from the slot's start to a region; 0 of scales that are not there."""
+        return self.regions[name].offset if name in self.regions else 0
 
 
 def first_received_row(rows_per_rank: tuple[int, ...], source: int) -> int:
@@ -97,11 +113,19 @@ def first_received_row(rows_per_rank: tuple[int, ...], source: int) -> int:
 
 
 @dataclass(frozen=True)
+class ExpertHomes:
+    """rank_of, local_id_of: [E] int32 on the device: each expert's rank and its id there."""
+
+    rank_of: Tensor
+    local_id_of: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class Channel:
     """One rank's end of one slot.
 
     memory: [num_bytes] uint8, this rank's slot. peers: [P] int64 on the device, the address of
-    each rank's slot as this process reaches it, own included.
+    each rank's slot as this process reaches it, own included. homes: of the experts.
     epoch: [1] int64 on the device, dispatches joined so far. failed: [1] int64 on the device, not
     0 once a wait has run out; shared by all slots. record: [1] int64 in memory that the host reads
     without waiting: see `FailedWait`. wait_limit_ns: how long a wait lasts at most.
@@ -111,14 +135,29 @@ class Channel:
     rank: int
     memory: Tensor
     peers: Tensor
+    homes: ExpertHomes
     epoch: Tensor
     failed: Tensor
     record: Tensor
     wait_limit_ns: int
+    _prepared: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def prepared(self, make: Callable[..., PreparedT], *variant: Hashable) -> PreparedT:
+        """`make(channel, *variant)`, made once: what a kernel's launches over it have in common."""
+        key = (make, variant)
+        if key not in self._prepared:
+            self._prepared[key] = make(self, *variant)
+        made: PreparedT = self._prepared[key]
+        return made
 
     @cached_property
     def rows(self) -> Tensor:
         return self.layout.view(self.memory, "rows")
+
+    @cached_property
+    def scales(self) -> Tensor | None:
+        """None where rows travel in the layer's dtype."""
+        return self.layout.view(self.memory, "scales") if self.layout.has_scales else None
 
     @cached_property
     def topk_ids(self) -> Tensor:

@@ -12,6 +12,8 @@ Shapes: T own rows, R rows received, P ranks, M rows a rank at most, K top-k slo
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import time
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -19,7 +21,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
-from ep_runtime.kernels.interpreter import is_interpreting, prepare_launch
+from ep_runtime.kernels.interpreter import is_interpreting
+from ep_runtime.kernels.launch import PreparedLaunch
 from ep_runtime.kernels.symm_channel import (
     ARRIVAL_SHARES,
     COMBINE_PHASE,
@@ -33,6 +36,7 @@ from ep_runtime.kernels.symm_put import RANKS_IN_MASK, rank_mask
 # Programs up to which each of a sum's programs waits for itself, which saves a launch; more would
 # only read the counters more often.
 _MAX_WAITING_PROGRAMS = 1024
+_FEW_ROWS = 512
 
 
 def wait_for_dispatch(channel: Channel, *, limit_ns: int) -> None:
@@ -41,7 +45,7 @@ def wait_for_dispatch(channel: Channel, *, limit_ns: int) -> None:
     Counts the call: channel.epoch is one more, unless the wait ran out. Waits on the device, at
     most limit_ns. One launch of one program.
     """
-    _launch_wait(channel, DISPATCH_PHASE, limit_ns)
+    channel.prepared(_prepare_wait, DISPATCH_PHASE)((1,), limit_ns)
 
 
 def wait_for_results(channel: Channel, *, limit_ns: int) -> None:
@@ -49,29 +53,62 @@ def wait_for_results(channel: Channel, *, limit_ns: int) -> None:
 
     Waits on the device, at most limit_ns. One launch of one program.
     """
-    _launch_wait(channel, COMBINE_PHASE, limit_ns)
+    channel.prepared(_prepare_wait, COMBINE_PHASE)((1,), limit_ns)
 
 
-def _launch_wait(channel: Channel, phase: int, limit_ns: int) -> None:
-    prepare_launch(channel.memory.device)
-    _wait_kernel[(1,)](
-        channel.dispatch_arrivals if phase == DISPATCH_PHASE else channel.combine_arrivals,
-        channel.epoch,
-        channel.failed,
-        channel.record,
-        limit_ns,
-        PHASE=phase,
-        COUNTS_CALL=phase == DISPATCH_PHASE,
-        **_group_constants(channel),
-        num_warps=1,
+def _prepare_wait(channel: Channel, phase: int) -> PreparedLaunch:
+    counts_call = phase == DISPATCH_PHASE
+    return PreparedLaunch(
+        _wait_kernel,
+        channel.memory.device,
+        options={"num_warps": 1},
+        arrivals_ptr=channel.dispatch_arrivals if counts_call else channel.combine_arrivals,
+        COUNTS_CALL=counts_call,
+        **_wait_arguments(channel, phase),
     )
+
+
+@dataclass(frozen=True)
+class _ResultsSum:
+    """The launches of `sum_results` over one channel, by rows and by whether they wait."""
+
+    launch: PreparedLaunch
+    block_rows: int
+    num_column_blocks: int
+
+
+def _prepare_sum(channel: Channel, has_few_rows: bool, waits: bool) -> _ResultsSum:
+    layout = channel.layout
+    block_rows, block_columns, num_warps = _sum_tiles(
+        layout.hidden_size, layout.dtype.itemsize, has_few_rows=has_few_rows
+    )
+    launch = PreparedLaunch(
+        _sum_results_kernel,
+        channel.memory.device,
+        options={"num_warps": num_warps},
+        arrivals_ptr=channel.combine_arrivals,
+        limit_ns=channel.wait_limit_ns,
+        results_ptr=channel.results,
+        rank_of_ptr=channel.homes.rank_of,
+        rank=channel.rank,
+        max_tokens=layout.max_tokens_per_rank,
+        num_experts=channel.homes.rank_of.numel(),
+        hidden_size=layout.hidden_size,
+        TOP_K=layout.top_k,
+        BLOCK_ROWS=block_rows,
+        BLOCK_COLUMNS=block_columns,
+        WAITS=waits,
+        UNROLL=min(layout.ep_size, 8),
+        RANKS_IN_MASK=RANKS_IN_MASK,
+        **_wait_arguments(channel, COMBINE_PHASE),
+    )
+    return _ResultsSum(launch, block_rows, -(-layout.hidden_size // block_columns))
 
 
 def sum_results(
     channel: Channel,
     own_results: Tensor,
     topk_ids: Tensor,
-    rank_of: Tensor,
     *,
     first_own_row: int,
     bias: Tensor | None,
@@ -79,57 +116,33 @@ def sum_results(
 ) -> Tensor:
     """Add each own row's results, in the order of the ranks and in float32, and the bias last.
 
-    own_results: [R, H] contiguous, of which row first_own_row + t is this rank's own share of row
-    t. topk_ids: [T, K] int32 as they were sent. rank_of: [E] int32. bias: [T, H] in any strides,
-    or None. is_joined: `wait_for_results` was launched for this call; else this waits, also with
-    T = 0. Returns a fresh [T, H] in the results' dtype; NaN once a wait has run out. Only results
-    of ranks that hold one of a row's experts are read.
+    own_results: [R, H] contiguous in the layout's dtype, of which row first_own_row + t is this
+    rank's own share of row t. topk_ids: [T, K] int32 as they were sent. bias: [T, H] in any
+    strides, or None. is_joined: `wait_for_results` was launched for this call; else this waits,
+    also with T = 0. Returns a fresh [T, H] in the layout's dtype; NaN once a wait has run out. Only
+    results of ranks that hold one of a row's experts are read.
 
     One launch; two where T is too large for each program to wait and the call is not joined. Does
     not wait on the host. Moves H * itemsize bytes in per (row, rank) pair and per bias row, and
     T * H * itemsize out.
     """
-    num_tokens, hidden_size = topk_ids.shape[0], own_results.shape[1]
-    block_rows, block_columns, num_warps = _sum_tiles(
-        num_tokens, hidden_size, own_results.element_size()
-    )
-    num_column_blocks = triton.cdiv(hidden_size, block_columns)
-    grid = (max(1, triton.cdiv(num_tokens, block_rows) * num_column_blocks),)
-    if not is_joined and grid[0] > _MAX_WAITING_PROGRAMS:
+    num_tokens = topk_ids.shape[0]
+    has_few_rows = num_tokens <= _FEW_ROWS
+    tiled = channel.prepared(_prepare_sum, has_few_rows, not is_joined)
+    num_programs = max(1, -(-num_tokens // tiled.block_rows) * tiled.num_column_blocks)
+    if not is_joined and num_programs > _MAX_WAITING_PROGRAMS:
         wait_for_results(channel, limit_ns=channel.wait_limit_ns)
-        is_joined = True
-    output = torch.empty(
-        (num_tokens, hidden_size), dtype=own_results.dtype, device=own_results.device
-    )
-    prepare_launch(output.device)
-    _sum_results_kernel[grid](
-        channel.combine_arrivals,
-        channel.epoch,
-        channel.failed,
-        channel.record,
-        channel.wait_limit_ns,
-        channel.results,
+        tiled = channel.prepared(_prepare_sum, has_few_rows, False)
+    output = own_results.new_empty((num_tokens, own_results.shape[1]))
+    tiled.launch(
+        (num_programs,),
         own_results,
         topk_ids,
-        rank_of,
         bias,
         *(bias.stride() if bias is not None else (0, 0)),
         output,
-        channel.rank,
         first_own_row,
-        channel.layout.max_tokens_per_rank,
         num_tokens,
-        rank_of.numel(),
-        hidden_size,
-        TOP_K=topk_ids.shape[1],
-        BLOCK_ROWS=block_rows,
-        BLOCK_COLUMNS=block_columns,
-        WAITS=not is_joined,
-        UNROLL=min(channel.layout.ep_size, 8),
-        RANKS_IN_MASK=RANKS_IN_MASK,
-        PHASE=COMBINE_PHASE,
-        **_group_constants(channel),
-        num_warps=num_warps,
     )
     return output
 
@@ -138,13 +151,12 @@ def sum_results_reference(
     channel: Channel,
     own_results: Tensor,
     topk_ids: Tensor,
-    rank_of: Tensor,
     *,
     first_own_row: int,
     bias: Tensor | None,
 ) -> Tensor:
     """The definition of `sum_results`, for results that have arrived."""
-    num_tokens = topk_ids.shape[0]
+    num_tokens, rank_of = topk_ids.shape[0], channel.homes.rank_of
     is_routed = (topk_ids >= 0) & (topk_ids < rank_of.numel())
     ranks = torch.where(is_routed, rank_of[torch.where(is_routed, topk_ids, 0).long()], -1)
     total = own_results.new_zeros((num_tokens, own_results.shape[1]), dtype=torch.float32)
@@ -158,19 +170,24 @@ def sum_results_reference(
     return total.to(own_results.dtype)
 
 
-def _sum_tiles(num_tokens: int, hidden_size: int, itemsize: int) -> tuple[int, int, int]:
+def _sum_tiles(hidden_size: int, itemsize: int, *, has_few_rows: bool) -> tuple[int, int, int]:
     """Rows and columns of a program, and its warps: 16 bytes a thread where rows are few, so that
     they are summed by many programs; 32 where they are many."""
     if is_interpreting():
         return 32, min(triton.next_power_of_2(hidden_size), 4096), 4
-    elements = (4096 if num_tokens <= 512 else 8192) // itemsize
+    elements = (4096 if has_few_rows else 8192) // itemsize
     columns = min(triton.next_power_of_2(hidden_size), elements)
     return elements // columns, columns, 8
 
 
-def _group_constants(channel: Channel) -> dict[str, int]:
+def _wait_arguments(channel: Channel, phase: int) -> dict[str, Any]:
+    """What both kernels are bound to for their wait."""
     num_ranks = channel.layout.ep_size
     return {
+        "epoch_ptr": channel.epoch,
+        "failed_ptr": channel.failed,
+        "record_ptr": channel.record,
+        "PHASE": phase,
         "NUM_RANKS": num_ranks,
         "BLOCK_RANKS": triton.next_power_of_2(num_ranks),
         "SHARES": ARRIVAL_SHARES,
@@ -236,11 +253,11 @@ def _wait_for_peers(
 
 @triton.jit(do_not_specialize=["limit_ns"])
 def _wait_kernel(
+    limit_ns: tl.int64,
     arrivals_ptr,  # [P] int64
     epoch_ptr,  # [1] int64
     failed_ptr,  # [1] int64
     record_ptr,  # [1] int64
-    limit_ns,
     PHASE: tl.constexpr,
     COUNTS_CALL: tl.constexpr,
     NUM_RANKS: tl.constexpr,
@@ -270,27 +287,25 @@ def _wait_kernel(
         tl.store(epoch_ptr, epoch, mask=has_failed == 0)
 
 
-@triton.jit(
-    do_not_specialize=["limit_ns", "rank", "first_own_row", "max_tokens", "num_tokens"],
-)
+@triton.jit(do_not_specialize=["first_own_row", "num_tokens", "limit_ns", "rank", "max_tokens"])
 def _sum_results_kernel(
-    arrivals_ptr,  # [P] int64
-    epoch_ptr,  # [1] int64
-    failed_ptr,  # [1] int64
-    record_ptr,  # [1] int64
-    limit_ns,
-    results_ptr,  # [P, M, H]
     own_results_ptr,  # [R, H]
     ids_ptr,  # [T, K]
-    rank_of_ptr,  # [E]
     bias_ptr,  # [T, H] or None
     stride_bias_row,
     stride_bias_col,
     out_ptr,  # [T, H]
-    rank,
     first_own_row,
-    max_tokens,
     num_tokens,
+    arrivals_ptr,  # [P] int64
+    epoch_ptr,  # [1] int64
+    failed_ptr,  # [1] int64
+    record_ptr,  # [1] int64
+    limit_ns: tl.int64,
+    results_ptr,  # [P, M, H]
+    rank_of_ptr,  # [E]
+    rank,
+    max_tokens,
     num_experts,
     hidden_size,
     TOP_K: tl.constexpr,

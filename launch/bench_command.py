@@ -18,7 +18,7 @@ from ep_runtime.kernels.errors import (
 )
 from ep_runtime.kernels.registry import experts_class
 from ep_runtime.launch.bench_config import BenchConfig, load_bench_config
-from ep_runtime.launch.bench_contender import backends_of, plan_contender, reason_of
+from ep_runtime.launch.bench_contender import candidates_of, plan_contender, reason_of
 from ep_runtime.launch.bench_job import RECORD_FILE, read_record, run_job
 from ep_runtime.launch.bench_plot import prepare_plot_file
 from ep_runtime.launch.json_file import prepare_json_file
@@ -81,12 +81,12 @@ def check_before_start(config: BenchConfig) -> None:
         experts_class(config.experts)
     machine = Machine.detect(device_type)
     faults = []
-    for backend in backends_of(config, backend_names()):
+    for candidate in candidates_of(config, backend_names()):
         for moe in config.layers():
             try:
-                plan_contender(config, moe, backend, machine)
+                plan_contender(config, moe, candidate, machine)
             except (EPRuntimeError, ImportError) as error:
-                faults.append(f"{backend}: {reason_of(error, backend)}")
+                faults.append(f"{candidate.label}: {reason_of(error, candidate.backend)}")
             else:
                 return
     raise PlanError("no backend can run: " + "; ".join(dict.fromkeys(faults)))

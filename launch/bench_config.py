@@ -6,6 +6,7 @@ an option's list has commas.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import product
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -18,12 +19,13 @@ from ep_runtime.launch.run_config import find_config
 from ep_runtime.launch.yaml_file import read_yaml_mapping
 from ep_runtime.strict_model import InvalidValues, StrictModel
 
+DispatchDtype = Literal["auto", "model", "fp8"]
 Part = Literal["dispatch", "combine", "dispatch_combine", "experts", "shared", "layer"]
 RoutingKind = Literal["balanced", "random", "zipf", "hotspot", "model"]
 DEFAULT_RANKS = 2
 LIST_KEYS = (
-    *("backends", "parts", "tokens_per_rank", "hidden_size", "num_experts", "top_k"),
-    *("moe_intermediate_size", "dtype", "routing"),
+    *("backends", "dispatch_dtype", "parts", "tokens_per_rank", "hidden_size", "num_experts"),
+    *("top_k", "moe_intermediate_size", "dtype", "routing"),
 )
 
 
@@ -37,11 +39,26 @@ ItemT = TypeVar("ItemT")
 Several = Annotated[tuple[ItemT, ...], Field(min_length=1), BeforeValidator(_as_list)]
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """A backend by name, and the `dispatch_dtype` that it is asked to send rows in."""
+
+    backend: str
+    dispatch_dtype: DispatchDtype = "auto"
+
+    @property
+    def label(self) -> str:
+        """Example: symm_mem, symm_mem fp8."""
+        is_plain = self.dispatch_dtype == "auto"
+        return self.backend if is_plain else f"{self.backend} {self.dispatch_dtype}"
+
+
 class BenchConfig(StrictModel):
     """One `ep-runtime bench`.
 
     ranks: of one EP group. backends: None for every registered one; one that cannot run is told
-    of with its reason. mode: graph replays CUDA graphs for those backends that can be captured.
+    of with its reason. dispatch_dtype: each backend is measured with each. mode: graph replays
+    CUDA graphs for those backends that can be captured.
     max_tokens_per_rank: what buffers are built for; None: the largest of tokens_per_rank.
     tokens_per_rank .. routing: every combination is a case. routing `model`: the layer's router.
     num_shared_experts: 0: none. rounds: in each, every backend is measured once. iterations: timed
@@ -51,6 +68,7 @@ class BenchConfig(StrictModel):
     ranks: int = Field(default=DEFAULT_RANKS, gt=0)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     backends: Several[str] | None = None
+    dispatch_dtype: Several[DispatchDtype] = ("auto",)
     experts: str = "auto"
     mode: Literal["eager", "graph"] = "eager"
     parts: Several[Part] = ("dispatch", "combine", "dispatch_combine", "experts", "shared", "layer")
@@ -102,12 +120,14 @@ class BenchConfig(StrictModel):
                 dtype=dtype,
             )
 
-    def parallel(self, backend: str = "auto") -> ParallelConfig:
-        """The ranks, and what their buffers are built for."""
+    def parallel(self, candidate: Candidate | None = None) -> ParallelConfig:
+        """The ranks, and what their buffers are built for; with a candidate's two keys."""
+        candidate = candidate or Candidate("auto")
         return ParallelConfig(
             dp_size=self.ranks,
             device=self.device,
-            all2all_backend=backend,
+            all2all_backend=candidate.backend,
+            dispatch_dtype=candidate.dispatch_dtype,
             max_tokens_per_rank=self.max_tokens_per_rank or max(self.tokens_per_rank),
             timeout_s=self.timeout_s,
         )

@@ -1,4 +1,4 @@
-"""One backend in a benchmark: its plan, its layer, and the probes that measure its parts."""
+"""One candidate in a benchmark: its plan, its layer, and the probes that measure its parts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,21 +8,19 @@ import torch
 from torch import Tensor
 
 from ep_runtime.agreement import agree_plan
-from ep_runtime.all2all.base import All2AllBackend, BackendShape, RoutedTokens
+from ep_runtime.all2all.base import All2AllBackend, RoutedTokens
 from ep_runtime.all2all.collectives import gather_texts
 from ep_runtime.all2all.registry import backend_class
 from ep_runtime.config import MoEConfig
 from ep_runtime.distributed import EPContext
 from ep_runtime.kernels.base import (
-    BatchedExpertInput,
     ExpertInput,
     ExpertWeights,
     ModularExperts,
-    StandardExpertInput,
 )
 from ep_runtime.kernels.errors import EPRuntimeError, RankFailure
 from ep_runtime.kernels.registry import experts_class
-from ep_runtime.launch.bench_config import BenchConfig
+from ep_runtime.launch.bench_config import BenchConfig, Candidate
 from ep_runtime.launch.bench_inputs import NUM_INPUT_SETS, Case
 from ep_runtime.launch.bench_probe import (
     Call,
@@ -48,9 +46,11 @@ class Skipped:
     reason: str
 
 
-def plan_contender(config: BenchConfig, moe: MoEConfig, name: str, machine: Machine) -> Plan:
-    """The plan with that backend. Raises PlanError or ConfigError where there is none."""
-    return resolve_plan(moe, config.parallel(name), machine, experts=config.experts)
+def plan_contender(
+    config: BenchConfig, moe: MoEConfig, candidate: Candidate, machine: Machine
+) -> Plan:
+    """A candidate's plan. Raises PlanError or ConfigError where there is none."""
+    return resolve_plan(moe, config.parallel(candidate), machine, experts=config.experts)
 
 
 class Contender:
@@ -58,31 +58,22 @@ class Contender:
 
     def __init__(
         self,
+        candidate: Candidate,
         plan: Plan,
         ctx: EPContext,
         config: BenchConfig,
         weights_of: "Contender | None",
     ) -> None:
         """weights_of: one of the same layer, whose weights are used instead of drawing them."""
-        self.plan, self.ctx, self.config = plan, ctx, config
-        self.name = plan.backend
-        moe = plan.moe
-        shape = BackendShape(
-            num_experts=moe.num_experts,
-            hidden_size=moe.hidden_size,
-            top_k=moe.top_k,
-            dtype=moe.torch_dtype,
-            max_tokens_per_rank=plan.parallel.max_tokens_per_rank,
-            placement=plan.placement,
-        )
-        self.backend: All2AllBackend[Any, Any] = ctx.backend(plan.backend, shape)
+        self.candidate, self.plan, self.ctx, self.config = candidate, plan, ctx, config
+        self.backend: All2AllBackend[Any, Any] = ctx.backend(plan.backend, plan.backend_shape())
         self.layer: MoELayer | None = None
         if _LAYER_PARTS & set(config.parts):
-            self.layer = MoELayer(moe, ctx, plan=plan)
+            self.layer = MoELayer(plan.moe, ctx, plan=plan)
             self._fill(self.layer, weights_of.layer if weights_of is not None else None)
         self.mode, self.mode_reason = config.mode, ""
         if config.mode == "graph" and not self.backend.capabilities.supports_cuda_graph:
-            self.mode, self.mode_reason = "eager", f"{self.name} cannot be captured"
+            self.mode, self.mode_reason = "eager", f"{plan.backend} cannot be captured"
         self._clock = make_clock(ctx.device)
 
     @torch.no_grad()
@@ -103,6 +94,7 @@ class Contender:
             "mode": self.mode,
             "mode_reason": self.mode_reason,
             "experts": self.plan.experts,
+            "rows": str(self.plan.rows),
             "format": str(self.backend.capabilities.format),
             "max_tokens_per_rank": most_rows,
             "shared_owner": str(ownership.owner),
@@ -166,7 +158,9 @@ class Contender:
         """What one set brings here, copied; and random rows in the shape of its results."""
         received, handle = self.backend.dispatch(self.backend.prepare(tokens)).wait()
         expert_input = _copied(received) if "experts" in self.config.parts else received
-        output = torch.randn_like(received.hidden_states)
+        output = torch.randn(
+            received.hidden_states.shape, dtype=self.plan.moe.torch_dtype, device=self.ctx.device
+        )
         self.backend.combine(output, handle).wait()
         return expert_input, output
 
@@ -265,7 +259,7 @@ class Contender:
 
 
 def build_contender(
-    name: str,
+    candidate: Candidate,
     moe: MoEConfig,
     ctx: EPContext,
     config: BenchConfig,
@@ -276,20 +270,20 @@ def build_contender(
     plan: Plan | None = None
     fault = ""
     try:
-        plan = plan_contender(config, moe, name, machine)
+        plan = plan_contender(config, moe, candidate, machine)
     except (EPRuntimeError, ImportError) as error:
-        fault = reason_of(error, name)
+        fault = reason_of(error, candidate.backend)
     skipped = _skip_where_any_rank_must(fault, ctx)
     if skipped is not None or plan is None:
         return skipped or Skipped(fault)
     agree_plan(plan, ctx.ep_group)
     contender: Contender | None = None
     try:
-        contender = Contender(plan, ctx, config, weights_of)
+        contender = Contender(candidate, plan, ctx, config, weights_of)
     except RankFailure:
         raise
     except (EPRuntimeError, ImportError) as error:
-        fault = reason_of(error, name)
+        fault = reason_of(error, candidate.backend)
     return _skip_where_any_rank_must(fault, ctx) or cast(Contender, contender)
 
 
@@ -308,19 +302,16 @@ def _skip_where_any_rank_must(fault: str, ctx: EPContext) -> Skipped | None:
 
 def _copied(received: ExpertInput) -> ExpertInput:
     """Views of a backend's buffer are only valid until the call's combine."""
-    if isinstance(received, BatchedExpertInput):
-        return BatchedExpertInput(
-            received.hidden_states.clone(), received.num_rows_per_expert.clone()
-        )
-    num_rows = received.num_rows.clone() if received.num_rows is not None else None
-    copied = StandardExpertInput(
-        received.hidden_states.clone(), received.topk_ids.clone(), received.topk_weights.clone()
-    )
-    return replace(copied, num_rows=num_rows)
+    tensors: dict[str, Any] = {
+        name: value.clone() for name, value in vars(received).items() if isinstance(value, Tensor)
+    }
+    return replace(received, **tensors)
 
 
-def backends_of(config: BenchConfig, registered: Sequence[str]) -> list[str]:
-    """The named backends, or all. An unknown name is a ConfigError that lists the known ones."""
+def candidates_of(config: BenchConfig, registered: Sequence[str]) -> list[Candidate]:
+    """The named backends, or all, each with every dispatch_dtype. An unknown name is a ConfigError
+    that lists the known ones."""
     for name in config.backends or ():
         backend_class(name)
-    return list(registered if config.backends is None else config.backends)
+    names = registered if config.backends is None else config.backends
+    return [Candidate(name, rows) for name in names for rows in config.dispatch_dtype]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ep_runtime.all2all.base import ExpertPlacement, RoutedTokens
+from ep_runtime.all2all.base import BackendShape, ExpertPlacement, RoutedTokens
 from ep_runtime.config import MoEConfig
 from ep_runtime.kernels.base import Routing
 from ep_runtime.launch.bench_config import BenchConfig
@@ -98,10 +98,11 @@ def load_of(sets: Sequence[RoutedTokens], placement: ExpertPlacement) -> Load:
     return Load(rows_to.tolist(), hit)
 
 
-def link_bytes(loads: Sequence[Load], moe: MoEConfig) -> int:
+def link_bytes(loads: Sequence[Load], row_bytes: int) -> int:
     """Bytes of rows through the busiest rank's link, in the busier direction, a call.
 
-    loads: of every rank. Each (row, other rank) pair counts once: the least that must travel.
+    loads: of every rank. row_bytes: of one row as it travels. Each (row, other rank) pair counts
+    once: the least that must travel.
     """
     sent = [sum(load.rows_to) - load.rows_to[rank] for rank, load in enumerate(loads)]
     received = [
@@ -109,12 +110,14 @@ def link_bytes(loads: Sequence[Load], moe: MoEConfig) -> int:
         for rank in range(len(loads))
     ]
     rows = max(*sent, *received) / NUM_INPUT_SETS
-    return round(rows * moe.hidden_size * moe.torch_dtype.itemsize)
+    return round(rows * row_bytes)
 
 
-def experts_bytes(loads: Sequence[Load], moe: MoEConfig, placement: ExpertPlacement) -> int:
+def experts_bytes(loads: Sequence[Load], moe: MoEConfig, shape: BackendShape) -> int:
     """Bytes of the busiest rank's experts a call: weights hit, rows in and out, each once."""
-    itemsize, per_expert = moe.torch_dtype.itemsize, expert_elements(moe, moe.moe_intermediate_size)
+    itemsize, placement = moe.torch_dtype.itemsize, shape.placement
+    per_expert = expert_elements(moe, moe.moe_intermediate_size) * itemsize
+    in_and_out = shape.sent_row_bytes + moe.hidden_size * itemsize
     most = 0.0
     for rank in range(placement.ep_size):
         num_rows = sum(load.rows_to[rank] for load in loads)
@@ -122,8 +125,8 @@ def experts_bytes(loads: Sequence[Load], moe: MoEConfig, placement: ExpertPlacem
         for index in range(NUM_INPUT_SETS):
             hit = {expert for load in loads for expert in load.experts_hit[index]}
             num_hit += sum(placement.rank_of[expert] == rank for expert in hit)
-        most = max(most, num_hit * per_expert + num_rows * 2 * moe.hidden_size)
-    return round(most * itemsize / NUM_INPUT_SETS)
+        most = max(most, num_hit * per_expert + num_rows * in_and_out)
+    return round(most / NUM_INPUT_SETS)
 
 
 def shared_bytes(case: Case) -> int:

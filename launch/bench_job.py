@@ -14,8 +14,8 @@ from ep_runtime.all2all.base import ExpertPlacement, RoutedTokens
 from ep_runtime.all2all.registry import backend_names
 from ep_runtime.config import MoEConfig
 from ep_runtime.distributed import EPContext
-from ep_runtime.launch.bench_config import BenchConfig
-from ep_runtime.launch.bench_contender import Contender, Skipped, backends_of, build_contender
+from ep_runtime.launch.bench_config import BenchConfig, Candidate
+from ep_runtime.launch.bench_contender import Contender, Skipped, build_contender, candidates_of
 from ep_runtime.launch.bench_gather import gather_values, start_together
 from ep_runtime.launch.bench_inputs import Case, Load, cases_of, load_of, make_input_sets
 from ep_runtime.launch.bench_link import LinkLimits, measure_link
@@ -23,7 +23,7 @@ from ep_runtime.launch.bench_plot import write_plot
 from ep_runtime.launch.bench_record import build_record, case_entry, print_record
 from ep_runtime.launch.bench_statistics import max_over_ranks, rotated, summarise
 from ep_runtime.launch.json_file import write_json
-from ep_runtime.launch.layer_job import TOLERANCES
+from ep_runtime.launch.layer_job import layer_tolerance
 from ep_runtime.launch.report import Check
 
 RECORD_FILE = "bench.json"
@@ -58,22 +58,22 @@ class BenchJob:
             self.config, names, link=self.link, entries=self.entries, checks=self.checks
         )
 
-    def _build(self, moe: MoEConfig) -> tuple[list[Contender], dict[str, Skipped]]:
+    def _build(self, moe: MoEConfig) -> tuple[list[Contender], dict[Candidate, Skipped]]:
         contenders: list[Contender] = []
-        skipped: dict[str, Skipped] = {}
-        for name in backends_of(self.config, backend_names()):
+        skipped: dict[Candidate, Skipped] = {}
+        for candidate in candidates_of(self.config, backend_names()):
             weights_of = contenders[0] if contenders else None
-            built = build_contender(name, moe, self.ctx, self.config, weights_of)
+            built = build_contender(candidate, moe, self.ctx, self.config, weights_of)
             if isinstance(built, Skipped):
-                skipped[name] = built
+                skipped[candidate] = built
             else:
                 contenders.append(built)
         return contenders, skipped
 
     def _measure(
-        self, case: Case, contenders: Sequence[Contender], skipped: dict[str, Skipped]
+        self, case: Case, contenders: Sequence[Contender], skipped: dict[Candidate, Skipped]
     ) -> None:
-        """One case: every backend once a round, in an order that the round rotates."""
+        """One case: every candidate once a round, in an order that the round rotates."""
         config, group = self.config, self.ctx.ep_group
         sets = make_input_sets(
             case, ep_rank=group.rank, ep_size=group.size, seed=config.seed, device=group.device
@@ -84,40 +84,43 @@ class BenchJob:
         part_skips: dict[str, dict[str, Skipped]] = {}
         for contender in contenders:
             start_together(group)
-            probes[contender.name], part_skips[contender.name] = contender.probes(case, sets)
-            seconds[contender.name] = {}
+            label = contender.candidate.label
+            probes[label], part_skips[label] = contender.probes(case, sets)
+            seconds[label] = {}
         for index in range(config.rounds):
             for contender in rotated(contenders, index):
-                for probe in probes[contender.name]:
+                label = contender.candidate.label
+                for probe in probes[label]:
                     start_together(group)
                     for part, measured in probe.run(config.iterations).items():
-                        seconds[contender.name].setdefault(part, []).extend(measured)
+                        seconds[label].setdefault(part, []).extend(measured)
         seconds_of_rank = gather_values(seconds, group)
         for contender in contenders:
             loads = self._loads(sets, contender.plan.placement)
+            label = contender.candidate.label
             actual = contender.actual() | {"shared_schedule": contender.schedule(case)}
             for part in config.parts:
-                skip = part_skips[contender.name].get(part)
+                skip = part_skips[label].get(part)
                 times = None
                 if skip is None:
-                    of_rank = [ranks[contender.name][part] for ranks in seconds_of_rank]
+                    of_rank = [ranks[label][part] for ranks in seconds_of_rank]
                     times = summarise(max_over_ranks(of_rank))
                 self.entries.append(
                     case_entry(
                         case,
-                        contender.name,
+                        contender.candidate,
                         part,
                         times=times,
                         loads=loads,
-                        placement=contender.plan.placement,
+                        shape=contender.plan.backend_shape(),
                         link=self.link,
                         actual=actual,
                         skip_reason=skip.reason if skip else None,
                     )
                 )
-        for name, skip in skipped.items():
+        for candidate, skip in skipped.items():
             for part in config.parts:
-                self.entries.append(case_entry(case, name, part, skip_reason=skip.reason))
+                self.entries.append(case_entry(case, candidate, part, skip_reason=skip.reason))
 
     def _loads(self, sets: Sequence[RoutedTokens], placement: ExpertPlacement) -> list[Load]:
         own = load_of(sets, placement)
@@ -126,23 +129,24 @@ class BenchJob:
     def _compare_outputs(
         self, case: Case, contenders: Sequence[Contender], sets: Sequence[RoutedTokens]
     ) -> list[Check]:
-        """That all backends compute the same layer: each against the first, the worst rank."""
+        """That all candidates compute the same layer: each against the first, the worst rank."""
         checks: list[Check] = []
-        first: tuple[str, torch.Tensor] | None = None
+        first: tuple[Contender, torch.Tensor] | None = None
         for contender in contenders:
             output = contender.output(case, sets[0])
             if output is None:
                 continue
             if first is None:
-                first = contender.name, output.float()
+                first = contender, output.float()
                 continue
             error = torch.linalg.norm(output.float() - first[1]) / torch.linalg.norm(first[1])
             errors = gather_values(float(error), self.ctx.ep_group)
             worst = float("nan") if any(e != e for e in errors) else max(errors)
             sizes = ", ".join(f"{key} {value}" for key, value in case.sizes().items())
-            name = f"{contender.name} against {first[0]}: relative error ({sizes})"
-            # Each may be off the exact result by the tolerance.
-            checks.append(Check(name, worst, 2 * TOLERANCES[case.moe.dtype]))
+            pair = f"{contender.candidate.label} against {first[0].candidate.label}"
+            # Each may be off the exact result by its tolerance.
+            limit = sum(layer_tolerance(c.plan) for c in (contender, first[0]))
+            checks.append(Check(f"{pair}: relative error ({sizes})", worst, limit))
         return checks
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ep_runtime.kernels.errors import ConfigError
-from ep_runtime.launch.bench_record import PART_TITLES, hardware, varied_keys
+from ep_runtime.launch.bench_record import PART_TITLES, hardware, label_of, varied_keys
 from ep_runtime.launch.json_file import prepare_file
 
 _MARKERS = "osD^vPX*<>"
@@ -26,8 +26,8 @@ def prepare_plot_file(path: Path | None, output_dir: str | None = None) -> None:
 def lines_of(record: dict[str, Any], part: str) -> dict[str, list[tuple[int, float]]]:
     """Label to its points (tokens a rank, median microseconds), in order of tokens.
 
-    A label is the backend, its mode where that is not the one asked for, then whatever else the
-    cases differ in.
+    A label is the backend with the dispatch_dtype asked for, its mode where that is not the one
+    asked for, then whatever else the cases differ in.
     """
     varied = varied_keys(record)
     lines: dict[str, list[tuple[int, float]]] = {}
@@ -37,7 +37,7 @@ def lines_of(record: dict[str, Any], part: str) -> dict[str, list[tuple[int, flo
         mode = entry["actual"]["mode"]
         others = [mode] if mode != record["requested"]["mode"] else []
         others += [f"{key} {entry[key]}" for key in varied]
-        label = ", ".join([entry["backend"], *others])
+        label = ", ".join([label_of(entry), *others])
         point = entry["tokens_per_rank"], entry["times_us"]["median"]
         lines.setdefault(label, []).append(point)
     return {label: sorted(points) for label, points in lines.items()}

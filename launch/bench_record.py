@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ep_runtime.all2all.base import ExpertPlacement
-from ep_runtime.launch.bench_config import LIST_KEYS, BenchConfig, option_of
+from ep_runtime.all2all.base import BackendShape
+from ep_runtime.launch.bench_config import LIST_KEYS, BenchConfig, Candidate, option_of
 from ep_runtime.launch.bench_inputs import (
     NUM_INPUT_SETS,
     Case,
@@ -26,8 +26,10 @@ from ep_runtime.launch.report import Check
 SCHEMA_VERSION = 1
 _ROWS = (
     "(row, other rank) pairs through the link of the busiest rank in its busier direction, each "
-    "pair once, mean over the input sets, * hidden_size * bytes of the dtype"
+    "pair once, mean over the input sets, * "
 )
+_SENT = f"{_ROWS}hidden_size * bytes of the dtype (rows in fp8: hidden_size + 4 for each 128 of it)"
+_HOME = f"{_ROWS}hidden_size * bytes of the dtype"
 # What is timed, and what its bytes are; GB/s are bytes / median / 1000 (bytes a microsecond).
 TIMED = {
     "dispatch": "prepare, dispatch and its join",
@@ -38,9 +40,9 @@ TIMED = {
     "layer": "a whole layer call with given ids (with routing `model`: its router included)",
 }
 BYTES = {
-    "dispatch": _ROWS,
-    "combine": f"as dispatch, the other way: {_ROWS}",
-    "dispatch_combine": f"twice: {_ROWS}",
+    "dispatch": _SENT,
+    "combine": f"as dispatch, the other way: {_HOME}",
+    "dispatch_combine": f"both: {_SENT}, and {_HOME}",
     "experts": (
         "of the busiest rank: weights of the experts hit, and rows in and out, each once; local "
         "memory, so no fraction of a link"
@@ -51,39 +53,39 @@ BYTES = {
 PART_TITLES = {"dispatch_combine": "dispatch + combine", "layer": "whole layer"}
 
 
-def bytes_of(
-    part: str, case: Case, loads: Sequence[Load], placement: ExpertPlacement
-) -> int | None:
+def bytes_of(part: str, case: Case, loads: Sequence[Load], shape: BackendShape) -> int | None:
     """What BYTES says of a part; None where it says none."""
-    if part in ("dispatch", "combine"):
-        return link_bytes(loads, case.moe)
-    if part == "dispatch_combine":
-        return 2 * link_bytes(loads, case.moe)
+    sent = shape.sent_row_bytes
+    home = case.moe.hidden_size * case.moe.torch_dtype.itemsize
+    row_bytes = {"dispatch": sent, "combine": home, "dispatch_combine": sent + home}
+    if part in row_bytes:
+        return link_bytes(loads, row_bytes[part])
     if part == "experts":
-        return experts_bytes(loads, case.moe, placement)
+        return experts_bytes(loads, case.moe, shape)
     return shared_bytes(case) if part == "shared" else None
 
 
 def case_entry(
     case: Case,
-    backend: str,
+    candidate: Candidate,
     part: str,
     *,
     times: Times | None = None,
     loads: Sequence[Load] = (),
-    placement: ExpertPlacement | None = None,
+    shape: BackendShape | None = None,
     link: LinkLimits | None = None,
     actual: dict[str, Any] | None = None,
     skip_reason: str | None = None,
 ) -> dict[str, Any]:
-    """One measured part of one backend; times_us is None where skip_reason says why."""
+    """One measured part of one candidate; times_us is None where skip_reason says why."""
     num_bytes, gbps = None, None
-    if times is not None and placement is not None:
-        num_bytes = bytes_of(part, case, loads, placement)
+    if times is not None and shape is not None:
+        num_bytes = bytes_of(part, case, loads, shape)
         gbps = num_bytes / times.median / 1e3 if num_bytes else None
     is_link = part in ("dispatch", "combine", "dispatch_combine")
     return {
-        "backend": backend,
+        "backend": candidate.backend,
+        "dispatch_dtype": candidate.dispatch_dtype,
         "part": part,
         **case.sizes(),
         "actual": actual,
@@ -120,7 +122,7 @@ def build_record(
         "rank_devices": list(device_names),
         "requested": config.model_dump(mode="json"),
         "method": {
-            "order": "in each round every backend once, in an order rotated by the round's number",
+            "order": "in each round each candidate once, in an order rotated by the round's number",
             "iteration": "the slowest rank's time; then median and 90th percentile over all rounds",
             "eager": "events (on a CPU: the host's clock) around one call",
             "graph": f"events around a replay of {CALLS_PER_GRAPH} calls, divided by them; "
@@ -148,9 +150,15 @@ def command_line(config: BenchConfig) -> str:
 
 
 def varied_keys(record: dict[str, Any]) -> list[str]:
-    """The keys besides tokens_per_rank in which a record's cases differ."""
-    keys = [k for k in LIST_KEYS if k not in ("backends", "parts", "tokens_per_rank")]
+    """The keys besides tokens_per_rank in which a record's cases of one candidate differ."""
+    of_candidates = ("backends", "dispatch_dtype", "parts", "tokens_per_rank")
+    keys = [key for key in LIST_KEYS if key not in of_candidates]
     return [key for key in keys if len(record["requested"][key]) > 1]
+
+
+def label_of(entry: dict[str, Any]) -> str:
+    """What an entry is a measurement of; records had no dispatch_dtype once."""
+    return Candidate(entry["backend"], entry.get("dispatch_dtype", "auto")).label
 
 
 def hardware(record: dict[str, Any]) -> str:
@@ -161,13 +169,13 @@ def hardware(record: dict[str, Any]) -> str:
 
 
 def print_record(record: dict[str, Any], console: Console) -> None:
-    """A table a part: microseconds of each backend by case; then what was skipped, and why."""
+    """A table a part: microseconds of each candidate by case; then what was skipped, and why."""
     entries = record["cases"]
-    backends = list(dict.fromkeys(entry["backend"] for entry in entries))
+    labels = list(dict.fromkeys(map(label_of, entries)))
     varied = varied_keys(record)
     for part in record["requested"]["parts"]:
         of_part = [e for e in entries if e["part"] == part and e["times_us"] is not None]
-        shown = [b for b in backends if any(e["backend"] == b for e in of_part)]
+        shown = [label for label in labels if any(label_of(e) == label for e in of_part)]
         if not shown:
             continue
         title = f"{PART_TITLES.get(part, part)}: microseconds, median (p90) [GB/s]"
@@ -175,7 +183,7 @@ def print_record(record: dict[str, Any], console: Console) -> None:
         rows: dict[tuple[Any, ...], dict[str, str]] = {}
         for entry in of_part:
             row = (entry["tokens_per_rank"], *(entry[key] for key in varied))
-            rows.setdefault(row, {})[entry["backend"]] = _cell(entry)
+            rows.setdefault(row, {})[label_of(entry)] = _cell(entry)
         for row, cells in rows.items():
             table.add_row(*map(str, row), *(cells.get(name, "-") for name in shown))
         console.print(table, markup=False)
@@ -218,8 +226,8 @@ def _notes(entries: Sequence[dict[str, Any]]) -> list[str]:
     for entry in entries:
         reason, actual = entry["skip_reason"], entry["actual"]
         if reason is not None:
-            what = entry["backend"] if actual is None else f"{entry['backend']} {entry['part']}"
+            what = label_of(entry) if actual is None else f"{label_of(entry)} {entry['part']}"
             lines.append(f"skipped: {what}: {reason}")
         elif actual["mode_reason"]:
-            lines.append(f"{entry['backend']} measured {actual['mode']}: {actual['mode_reason']}")
+            lines.append(f"{label_of(entry)} measured {actual['mode']}: {actual['mode_reason']}")
     return list(dict.fromkeys(lines))

@@ -86,6 +86,9 @@ def bench(
         str | None,
         typer.Option(help="eager or graph (CUDA graphs, where a backend can be captured)."),
     ] = None,
+    dispatch_dtype: Annotated[
+        str | None, typer.Option(help="List of auto, model, fp8: how rows travel to the experts.")
+    ] = None,
     parts: Annotated[
         str | None,
         typer.Option(help="dispatch, combine, dispatch_combine, experts, shared, layer."),

@@ -18,6 +18,7 @@ from ep_runtime.launch.report import Check, RankResult, shared_expert_check
 from ep_runtime.launch.run_config import RunConfig
 from ep_runtime.launch.workload import prompts_of
 from ep_runtime.models import greedy_generate, load_model
+from ep_runtime.reference_model import load_reference_model
 from ep_runtime.tiny import write_tiny_checkpoint
 
 LOGIT_LIMIT = 2e-4
@@ -172,19 +173,18 @@ def sum_phases(model: ExpertParallelModel) -> dict[str, float]:
 def model_checks(
     config: RunConfig, outcome: ModelOutcome, ranks: Sequence[RankResult], *, has_shared: bool
 ) -> list[Check]:
-    """On rank 0: every DP rank's logits and tokens against transformers' own model.
+    """On rank 0: every DP rank's logits and tokens against transformers' own model, which has the
+    same weights, dequantised.
 
     The single-process model takes each prompt alone, without padding.
     """
     if config.check == "off":
         return []
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    reference: Any = AutoModelForCausalLM.from_pretrained(
-        outcome.checkpoint, dtype=torch.float32, trust_remote_code=False
-    )
+    reference = load_reference_model(outcome.checkpoint)
     reference.to(ranks[0].device)
     device, max_new_tokens = ranks[0].device, config.workload.max_new_tokens
     reference.generation_config = GenerationConfig(

@@ -91,7 +91,8 @@ class WorkloadSection(StrictModel):
 class RunConfig(StrictModel):
     """One `ep-runtime run`; see the keys in docs/design.md, section 6.
 
-    check: default `layer` for a layer, `logits` for a checkpoint.
+    check: default `layer` for a layer, `logits` for a checkpoint. Logits are compared with a model
+    whose rows are exact, so then `parallel.dispatch_dtype: auto` is `model`.
     """
 
     parallel: ParallelConfig = ParallelConfig()
@@ -105,10 +106,16 @@ class RunConfig(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _default_check(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("check") is None:
+        if not isinstance(values, dict):
+            return values
+        if values.get("check") is None:
             model = values.get("model")
             is_layer = isinstance(model, dict) and model.get("layer") is not None
-            return {**values, "check": "layer" if is_layer else "logits"}
+            values = {**values, "check": "layer" if is_layer else "logits"}
+        parallel = values.get("parallel") or {}
+        is_auto = isinstance(parallel, dict) and parallel.get("dispatch_dtype") in (None, "auto")
+        if values["check"] == "logits" and is_auto:
+            values = {**values, "parallel": {**parallel, "dispatch_dtype": "model"}}
         return values
 
     @model_validator(mode="after")
@@ -164,6 +171,13 @@ def _contradictions(config: RunConfig) -> list[tuple[tuple[str, ...], str]]:
         )
     if workload.prompts is not None and workload.seed is not None:
         faults.append((("workload", "seed"), "has no effect with workload.prompts; drop it"))
+    if config.check == "logits" and config.parallel.dispatch_dtype == "fp8":
+        faults.append(
+            (
+                ("parallel", "dispatch_dtype"),
+                "(fp8) contradicts check: logits, which compares with exact rows; drop one",
+            )
+        )
     if config.check == "layer":
         faults.append((("check",), "layer needs model.layer; a checkpoint takes off or logits"))
     return faults

@@ -70,7 +70,7 @@ def _run(config: RunConfig, ctx: EPContext, folder: Path, json_file: Path | None
         plan, result = LayerJob(config, config.model.layer, ctx).run()
         ranks = _gather(result, ctx.world_group)
         ran = time.perf_counter()
-        checks = layer_checks(config, config.model.layer, ranks)
+        checks = layer_checks(config, plan, ranks)
     else:
         from ep_runtime.launch.model_job import model_checks, run_model
 

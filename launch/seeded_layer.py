@@ -8,6 +8,10 @@ import torch
 from torch import Tensor
 
 from ep_runtime.config import MoEConfig
+from ep_runtime.kernels.quant.dequantize import dequantize
+from ep_runtime.kernels.quant.scheme import QuantizedTensor
+from ep_runtime.kernels.quant.storage import tensors_of
+from ep_runtime.launch.seeded_stored import draw_stored
 from ep_runtime.layer import MoELayer
 
 _PARTS = ("w13", "w2", "w13_bias", "w2_bias")
@@ -16,15 +20,20 @@ _PARTS = ("w13", "w2", "w13_bias", "w2_bias")
 class SeededWeights:
     """The global weights of one layer; equal on every rank with devices of one kind.
 
+    Of a quantised layer w13 and w2 are drawn as they are stored.
     Nothing is kept: each access draws again, so the whole layer never has to fit in memory.
     """
 
     def __init__(self, moe: MoEConfig, *, seed: int, device: torch.device) -> None:
         self.moe, self.seed, self.device = moe, seed, device
-        self._rows13 = moe.moe_intermediate_size * (2 if moe.experts_activation().is_gated else 1)
+        self._num_parts = 2 if moe.experts_activation().is_gated else 1
+        self._rows13 = moe.moe_intermediate_size * self._num_parts
 
     def expert(self, part: str, expert: int) -> Tensor:
-        """One expert's w13 [2I, H], w2 [H, I], w13_bias [2I] or w2_bias [H]."""
+        """One expert's w13 [2I, H], w2 [H, I], w13_bias [2I] or w2_bias [H]; a quantised weight
+        dequantised, in float32."""
+        if self.moe.quantization.is_quantised and part in ("w13", "w2"):
+            return dequantize(self.stored(part, expert), self._parts_of(part))[0]
         hidden, width = self.moe.hidden_size, self.moe.moe_intermediate_size
         shapes = {
             "w13": (self._rows13, hidden),
@@ -32,7 +41,23 @@ class SeededWeights:
             "w13_bias": (self._rows13,),
             "w2_bias": (hidden,),
         }
-        return self._draw(1 + expert * len(_PARTS) + _PARTS.index(part), shapes[part])
+        return self._draw(_number(part, expert), shapes[part])
+
+    def stored(self, part: str, expert: int) -> QuantizedTensor:
+        """One expert's w13 or w2 (E = 1) as the layer's scheme stores it."""
+        hidden, width = self.moe.hidden_size, self.moe.moe_intermediate_size
+        rows, columns = (self._rows13, hidden) if part == "w13" else (hidden, width)
+        return draw_stored(
+            self.moe.quantization,
+            rows,
+            columns,
+            num_parts=self._parts_of(part),
+            dtype=self.moe.torch_dtype,
+            generator=self._generator(_number(part, expert)),
+        )
+
+    def _parts_of(self, part: str) -> int:
+        return self._num_parts if part == "w13" else 1
 
     def whole(self) -> dict[str, Any]:
         """The parts every rank has: router, its biases, the shared expert."""
@@ -62,7 +87,12 @@ class SeededWeights:
         """Fill the layer's own experts and its whole parts in place."""
         for local_id, expert in enumerate(layer.local_expert_ids):
             for part in _PARTS if self.moe.expert_bias else _PARTS[:2]:
-                cast(Tensor, getattr(layer, part))[local_id].copy_(self.expert(part, expert))
+                if self.moe.quantization.is_quantised and part in ("w13", "w2"):
+                    places = layer.expert_tensors(part)
+                    for name, tensor in tensors_of(self.stored(part, expert)).items():
+                        places[name][local_id].copy_(tensor[0])
+                else:
+                    cast(Tensor, getattr(layer, part))[local_id].copy_(self.expert(part, expert))
         whole = self.whole()
         layer.router.weight.copy_(whole["router"])
         if layer.router.bias is not None:
@@ -80,10 +110,17 @@ class SeededWeights:
 
     def _draw(self, number: int, shape: tuple[int, ...]) -> Tensor:
         """Normal values, of a size that keeps rows about as large through each projection."""
+        values = torch.randn(shape, generator=self._generator(number), device=self.device)
+        return (values / sqrt(shape[-1])).to(self.moe.torch_dtype)
+
+    def _generator(self, number: int) -> torch.Generator:
         generator = torch.Generator(self.device)
         generator.manual_seed((self.seed * 1_000_003 + number) % 2**63)
-        values = torch.randn(shape, generator=generator, device=self.device)
-        return (values / sqrt(shape[-1])).to(self.moe.torch_dtype)
+        return generator
+
+
+def _number(part: str, expert: int) -> int:
+    return 1 + expert * len(_PARTS) + _PARTS.index(part)
 
 
 class _ByExpert:

@@ -260,7 +260,13 @@ class Buffer:
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
-    ) -> tuple[Tensor, Tensor, tuple[Any, ...], EventOverlap, Callable[[], None] | None]:
+    ) -> tuple[
+        Tensor | tuple[Tensor, Tensor],
+        Tensor,
+        tuple[Any, ...],
+        EventOverlap,
+        Callable[[], None] | None,
+    ]:
         limit, hidden, num_ranks = num_max_dispatch_tokens_per_rank, x.shape[1], self.group_size
         assert self.low_latency_mode
         assert not self._is_destroyed
@@ -278,11 +284,14 @@ class Buffer:
         assert num_experts % num_ranks == 0
         assert num_ranks * limit % 4 == 0, "TMA requires the number of tokens to be multiple of 4"
         assert not (async_finish and return_recv_hook)
-        assert not use_fp8, "the stand-in has no fp8"
+        assert not round_scale, "the stand-in has float32 scales as they come"
+        assert not use_ue8m0, "the stand-in has float32 scales as they come"
         hint = self.get_low_latency_rdma_size_hint(limit, hidden, num_ranks, num_experts)
         assert hint <= self.num_rdma_bytes, "layout.total_bytes <= num_rdma_bytes"
-        num_local = num_experts // num_ranks
-        rows = x.new_full((num_experts, limit, hidden), torch.nan)
+        num_local, capacity = num_experts // num_ranks, num_ranks * limit
+        values, scales_of = _cast_to_fp8(x) if use_fp8 else (x, x.new_empty(len(x), 0).float())
+        rows = _unwritten(values.new_empty(num_experts, limit, hidden))
+        scales = _unwritten(scales_of.new_empty(num_experts, limit, scales_of.shape[1]))
         source = torch.full((num_experts, limit), -1, dtype=torch.int32)
         counts = torch.zeros(num_experts, dtype=torch.int32)
         for token, experts in enumerate(topk_idx.tolist()):
@@ -290,14 +299,18 @@ class Buffer:
                 if expert >= 0:
                     place = int(counts[expert])
                     assert place < limit, "an expert's places for this rank overflow"
-                    rows[expert, place], source[expert, place] = x[token], token
+                    rows[expert, place], source[expert, place] = values[token], token
+                    scales[expert, place] = scales_of[token]
                     counts[expert] += 1
-        transfers = [self._start(part) for part in (rows, source, counts)]
-        packed = x.new_full((num_local, num_ranks * limit, hidden), torch.nan)
+        transfers = [self._start(part) for part in (rows, source, counts, scales)]
+        packed = _unwritten(rows.new_empty(num_local, capacity, hidden))
+        # Column-major, as TMA wants them.
+        packed_scales = scales.new_empty(num_local, scales.shape[2], capacity).transpose(1, 2)
+        _unwritten(packed_scales)
         packed_count = torch.full((num_local,), -1, dtype=torch.int32)
-        src_info = torch.full((num_local, num_ranks * limit), -1, dtype=torch.int32)
+        src_info = torch.full((num_local, capacity), -1, dtype=torch.int32)
         layout_range = torch.zeros(num_local, num_ranks, 2, dtype=torch.int64)
-        self._next_results([packed, packed_count])
+        self._next_results([packed, packed_scales, packed_count])
 
         def receive() -> None:
             for transfer in transfers:
@@ -308,6 +321,9 @@ class Buffer:
                 for rank in range(num_ranks):
                     start, count = int(packed_count[expert]), int(from_rank[2][rank, expert])
                     packed[expert, start : start + count] = from_rank[0][rank, expert, :count]
+                    packed_scales[expert, start : start + count] = from_rank[3][
+                        rank, expert, :count
+                    ]
                     src_info[expert, start : start + count] = from_rank[1][rank, expert, :count]
                     layout_range[expert, rank] = torch.tensor([start, count])
                     packed_count[expert] += count
@@ -316,7 +332,7 @@ class Buffer:
         if not return_recv_hook:
             receive()
         return (
-            packed,
+            (packed.view(torch.float8_e4m3fn), packed_scales) if use_fp8 else packed,
             packed_count,
             handle,
             EventOverlap(),
@@ -402,8 +418,19 @@ class Buffer:
         return target, work, rows
 
 
+def _cast_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """[T, H] e4m3 as bytes, which gloo carries, and [T, H / 128] scales, in V1's arithmetic."""
+    assert x.shape[1] % 512 == 0
+    groups = x.float().view(len(x), -1, 128)
+    amax = groups.abs().amax(2).clamp_min(1e-4)
+    values = (groups * (448.0 / amax)[..., None]).to(torch.float8_e4m3fn)
+    return values.view(x.shape).view(torch.uint8), amax * (1 / 448.0)
+
+
 def _unwritten(tensor: Tensor) -> Tensor:
-    """Fill with what no result may show."""
+    """Fill with what no result may show; bytes are e4m3, and 0x7f is NaN there."""
+    if tensor.dtype is torch.uint8:
+        return tensor.fill_(0x7F)
     return tensor.fill_(torch.nan if tensor.is_floating_point() else -(2**31))
 
 

@@ -8,7 +8,7 @@ A backend outside this tree registers itself in a rank function that then calls 
 runs it through `tests.harness.run_ranks` with `case.parallel(name)` for each of `contract_cases`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -25,12 +25,21 @@ from ep_runtime.all2all.base import (
 from ep_runtime.config import ParallelConfig
 from ep_runtime.distributed import EPContext
 from ep_runtime.kernels.base import BatchedExpertInput, ExpertInput, StandardExpertInput
+from ep_runtime.kernels.quant.fp8_rows import (
+    dequantize_rows,
+    num_groups,
+    quantize_rows_reference,
+)
+from ep_runtime.kernels.quant.scheme import RowScheme
 from ep_runtime.modular_kernel import num_rounds, round_rows, rows_in_round
 from ep_runtime.placement import place_experts
 from ep_runtime.row_counts import tp_slice
 
 Device = Literal["auto", "cpu", "cuda"]
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+FP8_TOLERANCE = 6e-2  # against rows that were not quantised
+# Of a row that another library quantised: now and then it rounds to the next number.
+_FP8_ROW_TOLERANCE = 2e-2
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,7 @@ class ContractCase:
     routing: str = "mixed"
     max_tokens_per_rank: int = 16
     num_layers: int = 1
+    rows: RowScheme = RowScheme.MODEL
 
     @property
     def group_size(self) -> int:
@@ -85,6 +95,7 @@ class ContractCase:
             dtype=self.dtype,
             max_tokens_per_rank=self.max_tokens_per_rank,
             placement=self.placement(),
+            rows=self.rows,
         )
 
 
@@ -138,11 +149,23 @@ _UNEVEN = (
         "two experts in turn on four ranks", (5, 6, 0, 2), num_experts=2, strategy="round_robin"
     ),
 )
+_FP8 = tuple(
+    replace(case, name=f"{case.name}, rows in fp8", rows=RowScheme.FP8_GROUP)
+    for case in (
+        ContractCase("one rank", (5,), hidden_size=256),
+        ContractCase("bf16", (7, 9), hidden_size=256, dtype=torch.bfloat16),
+        ContractCase("a partial group", (3, 5), hidden_size=300),
+        ContractCase("rounds of which one rank has none", (10, 0), max_tokens_per_rank=4),
+        ContractCase("four ranks over three layers", (3, 0, 7, 1), top_k=4, num_layers=3),
+    )
+)
 
 
 def contract_cases(capabilities: BackendCapabilities) -> list[ContractCase]:
     """The cases that a backend with these capabilities must pass."""
     cases = list(_ONE_RANK)
+    if RowScheme.FP8_GROUP in capabilities.row_schemes:
+        cases += _FP8
     if capabilities.max_ep_size == 1:
         return cases
     cases += _EVEN
@@ -176,11 +199,27 @@ def seeded_rows(case: ContractCase, dp_rank: int, layer: int, device: torch.devi
     )
 
 
-def expected_output(tokens: RoutedTokens) -> Tensor:
-    """[T, H] float32: the sum over routed slots of weight * (id + 1) * row."""
+def expected_output(tokens: RoutedTokens, rows: RowScheme = RowScheme.MODEL) -> Tensor:
+    """[T, H] float32: the sum over routed slots of weight * (id + 1) * row, as the row is sent."""
     ids = tokens.topk_ids
     shares = torch.where(ids >= 0, tokens.topk_weights * (ids + 1), 0.0)
-    return shares.sum(dim=1, keepdim=True) * tokens.hidden_states.float()
+    return shares.sum(dim=1, keepdim=True) * sent_rows(tokens.hidden_states, rows)
+
+
+def sent_rows(hidden_states: Tensor, rows: RowScheme) -> Tensor:
+    """[T, H] float32: what the experts see of rows that are sent so."""
+    if rows is RowScheme.MODEL:
+        return hidden_states.float()
+    return dequantize_rows(*quantize_rows_reference(hidden_states), torch.float32)
+
+
+def received_rows(received: ExpertInput) -> Tensor:
+    """What was received, in its shape, as float32."""
+    values, scales = received.hidden_states, received.scales
+    if scales is None:
+        return values.float()
+    flat = dequantize_rows(values.flatten(0, -2), scales.flatten(0, -2), torch.float32)
+    return flat.view(values.shape)
 
 
 def expert_factors(expert_ids: tuple[int, ...], device: torch.device) -> Tensor:
@@ -188,21 +227,21 @@ def expert_factors(expert_ids: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor([*(float(e + 1) for e in expert_ids), 0.0], device=device)
 
 
-def coded_experts(received: ExpertInput, factors: Tensor) -> Tensor:
+def coded_experts(received: ExpertInput, factors: Tensor, dtype: torch.dtype) -> Tensor:
     """What this rank's coded experts return, in the form an experts kernel does.
 
-    factors: see `expert_factors`. Does not wait for the device.
+    factors: see `expert_factors`. dtype: the layer's. Does not wait for the device.
     """
-    rows = received.hidden_states
+    rows = received_rows(received)
     if isinstance(received, BatchedExpertInput):
-        return (factors[:-1, None, None] * rows.float()).to(rows.dtype)
+        return (factors[:-1, None, None] * rows).to(dtype)
     ids = received.topk_ids.long()
     shares = torch.where(ids >= 0, received.topk_weights * factors[ids], 0.0).sum(1, keepdim=True)
-    output = torch.where(shares != 0, shares * rows.float(), 0.0)
+    output = torch.where(shares != 0, shares * rows, 0.0)
     if received.num_rows is not None:
         is_row = torch.arange(len(output), device=rows.device) < received.num_rows
         output = torch.where(is_row[:, None], output, float("nan"))
-    return output.to(rows.dtype)
+    return output.to(dtype)
 
 
 def check_case(ctx: EPContext, backend_name: str, case: ContractCase) -> None:
@@ -217,7 +256,10 @@ def check_case(ctx: EPContext, backend_name: str, case: ContractCase) -> None:
         output = run_layer(ctx, backend, case, own, layer)
         assert output.dtype == case.dtype
         assert output.shape == own.hidden_states.shape
-        assert_close(output, expected_output(own), case.dtype)
+        assert_close(output, expected_output(own, case.rows), case.dtype)
+        if case.rows is RowScheme.FP8_GROUP:
+            exact = expected_output(own)
+            assert (output.float() - exact).norm() <= FP8_TOLERANCE * exact.norm()
         after = (own.hidden_states, own.topk_ids, own.topk_weights)
         assert all(_same_bits(a, b) for a, b in zip(before, after, strict=True)), "input written"
         outputs.append((output, output.clone()))
@@ -245,7 +287,7 @@ def run_layer(
         dispatching.join()
         received, handle = dispatching.wait()
         _check_landed(ctx, case, received, layer, index, counts)
-        expert_output = coded_experts(received, factors)
+        expert_output = coded_experts(received, factors, case.dtype)
         combining = backend.combine(expert_output, handle)
         outputs.append(combining.wait())
     return torch.cat(outputs)
@@ -261,7 +303,7 @@ def check_bias_rule(ctx: EPContext, backend_name: str, case: ContractCase) -> No
     factors = expert_factors(case.placement().experts_of(ctx.ep_rank), ctx.device)
 
     received, handle = backend.dispatch(backend.prepare(own)).wait()
-    expert_output = coded_experts(received, factors)
+    expert_output = coded_experts(received, factors, case.dtype)
     if kind is not CombineBias.AT_ISSUE:
         assert _refuses(lambda: backend.combine(expert_output, handle, bias=bias))
     given = bias if kind is CombineBias.AT_ISSUE else None
@@ -272,7 +314,7 @@ def check_bias_rule(ctx: EPContext, backend_name: str, case: ContractCase) -> No
         assert _refuses(lambda: combining.wait(bias=bias))
         output = combining.wait()
     added = 0.0 if kind is CombineBias.NONE else bias.float()
-    assert_close(output, expected_output(own) + added, case.dtype)
+    assert_close(output, expected_output(own, case.rows) + added, case.dtype)
 
 
 def check_gathering(ctx: EPContext, backend_name: str, case: ContractCase) -> None:
@@ -300,7 +342,8 @@ def check_graph(ctx: EPContext, backend_name: str, case: ContractCase) -> None:
 
     def call() -> Tensor:
         received, handle = backend.dispatch(backend.prepare(static)).wait()
-        return backend.combine(coded_experts(received, factors), handle).wait()
+        output = coded_experts(received, factors, case.dtype)
+        return backend.combine(output, handle).wait()
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -315,7 +358,7 @@ def check_graph(ctx: EPContext, backend_name: str, case: ContractCase) -> None:
         static.topk_ids.copy_(layer.topk_ids)
         static.topk_weights.copy_(layer.topk_weights)
         graph.replay()
-        assert_close(output, expected_output(layer), case.dtype)
+        assert_close(output, expected_output(layer, case.rows), case.dtype)
         assert _same_bits(output, call()), "replay and eager differ"
 
 
@@ -341,6 +384,15 @@ def _check_landed(
     counts: tuple[int, ...],
 ) -> None:
     """Every (row, slot) of this rank's experts landed exactly once, with its row and weight."""
+    values, scales = received.hidden_states, received.scales
+    assert values.shape[-1] == case.hidden_size
+    if case.rows is RowScheme.MODEL:
+        assert values.dtype is case.dtype
+        assert scales is None
+    else:
+        assert scales is not None
+        assert (values.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.float32)
+        assert scales.shape == (*values.shape[:-1], num_groups(case.hidden_size))
     expert_ids = case.placement().experts_of(ctx.ep_rank)
     wanted = []
     first_rank = ctx.rank - ctx.ep_rank
@@ -349,13 +401,16 @@ def _check_landed(
         whole = seeded_rows(case, dp_rank, layer, torch.device("cpu"))
         own = _part(whole, tp_slice(case.tokens[dp_rank], ctx.parallel.tp_size, tp_rank))
         rows = round_rows(counts[ep_rank], round_index, case.max_tokens_per_rank)
-        wanted += _slots(_part(own, rows), {e: e for e in expert_ids})
+        sent = replace(
+            _part(own, rows), hidden_states=sent_rows(own.hidden_states[rows], case.rows)
+        )
+        wanted += _slots(sent, {e: e for e in expert_ids})
     if isinstance(received, StandardExpertInput):
         num_rows = len(received.hidden_states)
         if received.num_rows is not None:
             num_rows = int(received.num_rows)
         landed_rows = RoutedTokens(
-            received.hidden_states[:num_rows].cpu(),
+            received_rows(received)[:num_rows].cpu(),
             received.topk_ids[:num_rows].cpu(),
             received.topk_weights[:num_rows].cpu(),
             (),
@@ -369,10 +424,30 @@ def _check_landed(
         landed = [
             (expert, *row.float().tolist())
             for local, expert in enumerate(expert_ids)
-            for row in received.hidden_states[local, : received.num_rows_per_expert[local]].cpu()
+            for row in received_rows(received)[local, : received.num_rows_per_expert[local]].cpu()
         ]
         wanted = [slot[:1] + slot[2:] for slot in wanted]
+        if case.rows is RowScheme.FP8_GROUP:
+            landed = _nearest(landed, wanted)
     assert sorted(landed) == sorted(wanted)
+
+
+def _nearest(
+    landed: list[tuple[float, ...]], wanted: list[tuple[float, ...]]
+) -> list[tuple[float, ...]]:
+    """Each landed (expert, row...) as the wanted one of the same expert that it is a rounding of;
+    as it is where there is none."""
+    found = []
+    for slot in landed:
+        row = torch.tensor(slot[1:])
+        near = [
+            other
+            for other in wanted
+            if other[0] == slot[0]
+            and (torch.tensor(other[1:]) - row).norm() <= _FP8_ROW_TOLERANCE * row.norm()
+        ]
+        found.append(near[0] if near else slot)
+    return found
 
 
 def _slots(tokens: RoutedTokens, global_id_of: dict[int, int]) -> list[tuple[float, ...]]:

@@ -277,7 +277,7 @@ def check_output(ctx: EPContext, name: str, case: ContractCase) -> None:
     tokens = replace(rows, rows_per_rank=case.tokens)
     received, handle = backend.dispatch(backend.prepare(tokens)).wait()
     factors = expert_factors(case.placement().experts_of(ctx.ep_rank), ctx.device)
-    output = backend.combine(coded_experts(received, factors), handle).wait()
+    output = backend.combine(coded_experts(received, factors, case.dtype), handle).wait()
     assert_close(output, expected_output(rows), case.dtype)
 
 
@@ -307,10 +307,10 @@ def interleave_calls(ctx: EPContext, name: str, case: ContractCase) -> None:
     first, second = (backend.dispatch(p) for p in prepared[:2])
     outputs = []
     received, handle = first.wait()
-    combining = backend.combine(coded_experts(received, factors), handle)
+    combining = backend.combine(coded_experts(received, factors, case.dtype), handle)
     received, handle = second.wait()
     outputs.append(combining.wait())
-    outputs.append(backend.combine(coded_experts(received, factors), handle).wait())
+    outputs.append(backend.combine(coded_experts(received, factors, case.dtype), handle).wait())
     for output, row in zip(outputs, rows, strict=False):
         assert_close(output, expected_output(row), case.dtype)
 

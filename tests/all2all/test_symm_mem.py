@@ -14,18 +14,26 @@ from triton.runtime.jit import JITFunction
 
 from ep_runtime.all2all.base import BackendShape, CombineBias, RoutedTokens
 from ep_runtime.all2all.collectives import gather_integers
-from ep_runtime.all2all.symm_mem import SymmMemBackend, SymmMemLimits
+from ep_runtime.all2all.symm_mem import SymmMemBackend, SymmMemLimits, refuse_without_fp8
 from ep_runtime.all2all.symmetric_buffer import open_symmetric_buffer, virtual_buffers
 from ep_runtime.config import ParallelConfig, SharedExpertsConfig
 from ep_runtime.distributed import EPContext
 from ep_runtime.failure import FailureLimits
 from ep_runtime.kernels.base import ExpertInput, StandardExpertInput
-from ep_runtime.kernels.errors import CapacityError, ConfigError, RankFailure
+from ep_runtime.kernels.errors import CapacityError, ConfigError, PlanError, RankFailure
 from ep_runtime.kernels.interpreter import is_interpreting
+from ep_runtime.kernels.launch import PreparedLaunch
+from ep_runtime.kernels.quant.scheme import RowScheme
 from ep_runtime.layer import MoELayer
 from ep_runtime.ownership import Owner, Schedule
 from ep_runtime.placement import place_experts
-from tests.all2all.contract import ContractCase, check_bias_rule, check_case, contract_cases
+from tests.all2all.contract import (
+    ContractCase,
+    check_bias_rule,
+    check_case,
+    contract_cases,
+    received_rows,
+)
 from tests.all2all.virtual_ranks import (
     coded_output,
     expert_scale,
@@ -70,9 +78,10 @@ def make_shape(
     hidden_size: int = 40,
     max_tokens: int = 6,
     dtype: torch.dtype = torch.float32,
+    rows: RowScheme = RowScheme.MODEL,
 ) -> BackendShape:
     placement = place_experts("linear", num_experts, num_ranks)
-    return BackendShape(num_experts, hidden_size, top_k, dtype, max_tokens, placement)
+    return BackendShape(num_experts, hidden_size, top_k, dtype, max_tokens, placement, rows)
 
 
 Device = Literal["cpu", "cuda"]
@@ -131,7 +140,7 @@ def issue_before_the_peer(ctx: EPContext) -> None:
         return pending
 
     received, handle = in_turn(lambda: backend.dispatch(backend.prepare(tokens))).wait()
-    output = coded_output(received, expert_scale(shape, ctx.rank, ctx.device))
+    output = coded_output(received, expert_scale(shape, ctx.rank, ctx.device), shape.dtype)
     result = in_turn(lambda: backend.combine(output, handle)).wait()
     assert torch.equal(result, wanted_output(tokens))
 
@@ -193,7 +202,9 @@ def test_two_calls_in_flight_keep_apart_and_a_third_is_refused(device: str) -> N
     for tokens, dispatching in reversed(list(zip(calls, pending, strict=True))):
         landed = [d.wait() for d in dispatching]
         combining = [
-            backends[rank].combine(coded_output(received, expert_scale(shape, rank, where)), handle)
+            backends[rank].combine(
+                coded_output(received, expert_scale(shape, rank, where), shape.dtype), handle
+            )
             for rank, (received, handle) in enumerate(landed)
         ]
         for own, combined in zip(tokens, combining, strict=True):
@@ -234,12 +245,34 @@ def test_more_rows_than_the_buffers_hold_are_refused_with_the_numbers() -> None:
         backend.prepare(tokens)
 
 
+def test_a_gpu_without_fp8_is_refused_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    for capability, is_refused in (((8, 0), True), ((8, 9), False), ((9, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d, c=capability: c)
+        if not is_refused:
+            refuse_without_fp8(torch.device("cuda"))
+            continue
+        with pytest.raises(PlanError, match=r"A100 has 8.0; use dispatch_dtype: model"):
+            refuse_without_fp8(torch.device("cuda"))
+
+
+def test_experts_that_return_other_than_the_layers_dtype_are_refused() -> None:
+    skip_without_interpreter("cpu")
+    shape = make_shape(1, rows=RowScheme.FP8_GROUP)
+    backend = make_virtual_ranks(shape, torch.device("cpu"))[0]
+    received, handle = backend.dispatch(backend.prepare(stress_tokens(shape, (3,), 0, 0))).wait()
+    with pytest.raises(ValueError, match="experts return rows in the layer's dtype"):
+        backend.combine(received.hidden_states, handle)
+
+
 # --- stress ---
 
 
-def stress_between_processes(ctx: EPContext, num_rounds: int, seed: int) -> None:
+def stress_between_processes(
+    ctx: EPContext, num_rounds: int, seed: int, rows: RowScheme = RowScheme.MODEL
+) -> None:
     share_one_gpu()
-    shape = make_shape(ctx.world_size)
+    shape = make_shape(ctx.world_size, rows=rows)
     backend = ctx.backend("symm_mem", shape)
     shared, own = random.Random(seed), random.Random(seed + 1 + ctx.rank)
     for index in range(num_rounds):
@@ -256,7 +289,7 @@ def stress_between_processes(ctx: EPContext, num_rounds: int, seed: int) -> None
         received, handle = pending.wait()
         check_landed(received, shape, counts, ctx.rank, index)
         dawdle()
-        output = coded_output(received, expert_scale(shape, ctx.rank, ctx.device))
+        output = coded_output(received, expert_scale(shape, ctx.rank, ctx.device), shape.dtype)
         combining = backend.combine(output, handle)
         dawdle()
         assert torch.equal(combining.wait().cpu(), wanted_output(tokens)), index
@@ -282,19 +315,26 @@ def check_landed(
     is_here = owner[ids.long()] == rank
     assert torch.equal(received.topk_ids.cpu(), torch.where(is_here, local[ids.long()], -1))
     needed = is_here.any(1)
-    assert torch.equal(received.hidden_states.cpu()[needed], sent[needed])
+    assert torch.equal(received_rows(received).cpu()[needed], sent.float()[needed])
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_no_row_is_wrong_over_random_rounds_between_processes(num_ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "rows"), [(2, RowScheme.MODEL), (3, RowScheme.MODEL), (2, RowScheme.FP8_GROUP)]
+)
+def test_no_row_is_wrong_over_random_rounds_between_processes(
+    num_ranks: int, rows: RowScheme
+) -> None:
     skip_without_interpreter("cpu")
-    run_ranks(stress_between_processes, parallel(num_ranks), 12, 5, timeout=120)
+    run_ranks(stress_between_processes, parallel(num_ranks), 12, 5, rows, timeout=120)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rows", RowScheme)
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_no_row_is_wrong_over_random_rounds_of_ranks_that_share_a_gpu(num_ranks: int) -> None:
-    run_ranks(stress_between_processes, parallel(num_ranks, "cuda"), 50, 6, timeout=300)
+def test_no_row_is_wrong_over_random_rounds_of_ranks_that_share_a_gpu(
+    num_ranks: int, rows: RowScheme
+) -> None:
+    run_ranks(stress_between_processes, parallel(num_ranks, "cuda"), 50, 6, rows, timeout=300)
 
 
 class VirtualRounds:
@@ -303,8 +343,8 @@ class VirtualRounds:
     On a GPU the host waits once a round, behind its last launch.
     """
 
-    def __init__(self, num_ranks: int, device: torch.device, seed: int) -> None:
-        self.shape, self.device = make_shape(num_ranks), device
+    def __init__(self, num_ranks: int, device: torch.device, seed: int, rows: RowScheme) -> None:
+        self.shape, self.device = make_shape(num_ranks, rows=rows), device
         self.backends = make_virtual_ranks(self.shape, device)
         self.on_cuda = device.type == "cuda"
         self.streams = [torch.cuda.Stream(device) if self.on_cuda else None for _ in self.backends]
@@ -328,7 +368,9 @@ class VirtualRounds:
 
         def combine(rank: int) -> None:
             received, handle = pending[rank].wait()
-            output = coded_output(received, expert_scale(self.shape, rank, self.device))
+            output = coded_output(
+                received, expert_scale(self.shape, rank, self.device), self.shape.dtype
+            )
             self._dawdle()
             pending[rank] = self.backends[rank].combine(output, handle)
 
@@ -348,22 +390,28 @@ class VirtualRounds:
             torch.cuda._sleep(self.chance.randrange(200_000))
 
 
-def run_virtual_rounds(num_ranks: int, device: torch.device, num_rounds: int, seed: int) -> None:
-    rounds = VirtualRounds(num_ranks, device, seed)
+def run_virtual_rounds(
+    num_ranks: int, device: torch.device, num_rounds: int, seed: int, rows: RowScheme
+) -> None:
+    rounds = VirtualRounds(num_ranks, device, seed, rows)
     for index in range(num_rounds):
         rounds.run(index)
     assert rounds.num_wrong.tolist() == [0] * num_ranks
 
 
-def test_no_row_is_wrong_over_random_rounds_of_virtual_ranks() -> None:
+@pytest.mark.parametrize("rows", RowScheme)
+def test_no_row_is_wrong_over_random_rounds_of_virtual_ranks(rows: RowScheme) -> None:
     skip_without_interpreter("cpu")
-    run_virtual_rounds(3, torch.device("cpu"), 6, 1)
+    run_virtual_rounds(3, torch.device("cpu"), 6, 1, rows)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rows", RowScheme)
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_no_row_is_wrong_over_2000_rounds_of_virtual_ranks_on_a_gpu(num_ranks: int) -> None:
-    run_virtual_rounds(num_ranks, torch.device("cuda"), 2000, 2)
+def test_no_row_is_wrong_over_2000_rounds_of_virtual_ranks_on_a_gpu(
+    num_ranks: int, rows: RowScheme
+) -> None:
+    run_virtual_rounds(num_ranks, torch.device("cuda"), 2000, 2, rows)
 
 
 # --- a peer that does not come ---
@@ -511,19 +559,20 @@ def graph_of(backend: SymmMemBackend, own: RoutedTokens, rank: int, stream: Any)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         received, handle = backend.dispatch(backend.prepare(own)).wait()
-        combining = backend.combine(coded_output(received, scale), handle)
+        combining = backend.combine(coded_output(received, scale, backend.shape.dtype), handle)
         output = combining.wait(own.hidden_states)
     return graph, output, scale
 
 
 @pytest.mark.gpu
-def test_a_captured_call_replays_with_other_routing_bit_equal_to_eager() -> None:
+@pytest.mark.parametrize("rows", RowScheme)
+def test_a_captured_call_replays_with_other_routing_bit_equal_to_eager(rows: RowScheme) -> None:
     device = torch.device("cuda")
     for comm_stream_bytes in (0, 1 << 30):
         limits = SymmMemLimits(
             wait_limit_s=20, put_programs=8, combine_programs=8, comm_stream_bytes=comm_stream_bytes
         )
-        shape = make_shape(2, dtype=torch.bfloat16)
+        shape = make_shape(2, dtype=torch.bfloat16, rows=rows)
         backends = make_virtual_ranks(shape, device, limits)
         streams = [torch.cuda.Stream(device) for _ in backends]
         static = [to_device(stress_tokens(shape, (3, 5), r, 0), device) for r in range(2)]
@@ -538,7 +587,8 @@ def test_a_captured_call_replays_with_other_routing_bit_equal_to_eager() -> None
                 with torch.cuda.stream(streams[rank]):
                     received, handle = pending[rank].wait()
                     scale = expert_scale(shape, rank, device)
-                    combining[rank] = backend.combine(coded_output(received, scale), handle)
+                    output = coded_output(received, scale, shape.dtype)
+                    combining[rank] = backend.combine(output, handle)
             for rank in range(len(backends)):
                 with torch.cuda.stream(streams[rank]):
                     outputs[rank] = combining[rank].wait(own[rank].hidden_states)
@@ -572,13 +622,19 @@ def test_a_decode_call_is_four_launches(monkeypatch: pytest.MonkeyPatch) -> None
     backend = make_virtual_ranks(shape, device)[0]
     own = to_device(stress_tokens(shape, (128,), 0, 0), device)
     launched: list[str] = []
+    released = PreparedLaunch.__call__
+
+    def count(launch: PreparedLaunch, *arguments: Any, **keywords: Any) -> None:
+        launched.append(launch.kernel.__name__)
+        released(launch, *arguments, **keywords)
+
+    def count_others(kernel: Any, *arguments: Any, warmup: bool, **keywords: Any) -> Any:
+        launched.extend([] if warmup else [f"{kernel.__name__}, not prepared"])
+        return run(kernel, *arguments, warmup=warmup, **keywords)
+
     run = JITFunction.run
-
-    def count(kernel: Any, *arguments: Any, **keywords: Any) -> Any:
-        launched.append(kernel.__name__)
-        return run(kernel, *arguments, **keywords)
-
-    monkeypatch.setattr(JITFunction, "run", count)
+    monkeypatch.setattr(PreparedLaunch, "__call__", count)
+    monkeypatch.setattr(JITFunction, "run", count_others)
     received, handle = backend.dispatch(backend.prepare(own)).wait()
     backend.combine(torch.zeros_like(received.hidden_states), handle).wait(own.hidden_states)
     kernels = ("_put_tokens_kernel", "_wait_kernel", "_put_results_kernel", "_sum_results_kernel")

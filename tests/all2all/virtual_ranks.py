@@ -9,6 +9,8 @@ from ep_runtime.all2all.base import BackendShape, EPGroup, RoutedTokens
 from ep_runtime.all2all.symm_mem import SymmMemBackend, SymmMemLimits
 from ep_runtime.all2all.symmetric_buffer import SymmetricBuffer, virtual_buffers
 from ep_runtime.kernels.base import ExpertInput, StandardExpertInput
+from ep_runtime.kernels.quant.fp8_rows import MAX_E4M3
+from tests.all2all.contract import received_rows
 
 # Few enough programs that spinning ranks leave a GPU to the ranks they wait for.
 LIMITS = SymmMemLimits(wait_limit_s=20, put_programs=8, combine_programs=8, comm_stream_bytes=4096)
@@ -37,13 +39,17 @@ def make_virtual_ranks(
 def stress_tokens(
     shape: BackendShape, rows_per_rank: tuple[int, ...], rank: int, round_index: int
 ) -> RoutedTokens:
-    """Rows that say (rank, token, round) in their first columns; any rank can rebuild them."""
+    """Rows that say (rank, token, round) in their first columns; any rank can rebuild them.
+
+    With 448 in a group of whole numbers up to 16 its scale is 1, and fp8 loses nothing of it.
+    """
     generator = torch.Generator().manual_seed(1_000_003 * round_index + rank)
     num_rows = rows_per_rank[rank]
     rows = torch.randint(-8, 8, (num_rows, shape.hidden_size), generator=generator).float()
     rows[:, 0] = rank + 1
     rows[:, 1] = torch.arange(num_rows)
-    rows[:, 2] = round_index % 128
+    rows[:, 2] = round_index % 16
+    rows[:, 3] = MAX_E4M3
     ids = torch.randint(-1, shape.num_experts, (num_rows, shape.top_k), generator=generator)
     weights = torch.randint(1, 5, ids.shape, generator=generator).float()
     weights[ids < 0] = float("nan")
@@ -65,13 +71,15 @@ def expert_scale(shape: BackendShape, rank: int, device: torch.device) -> Tensor
     return torch.tensor(scale, device=device)
 
 
-def coded_output(received: ExpertInput, scale: Tensor) -> Tensor:
-    """Expert e returns scale[e] * row; small whole numbers, exact in float32. Can be captured."""
+def coded_output(received: ExpertInput, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Expert e returns scale[e] * row; small whole numbers, exact in float32. Can be captured.
+
+    dtype: the layer's.
+    """
     assert isinstance(received, StandardExpertInput)
     ids = received.topk_ids.long()
     shares = torch.where(ids >= 0, received.topk_weights * scale[ids], 0.0).sum(1, keepdim=True)
-    rows = torch.where(shares != 0, shares * received.hidden_states.float(), 0.0)
-    return rows.to(received.hidden_states.dtype)
+    return torch.where(shares != 0, shares * received_rows(received), 0.0).to(dtype)
 
 
 def wanted_output(tokens: RoutedTokens) -> Tensor:

@@ -44,7 +44,6 @@ from ep_runtime.kernels.base import (
 )
 from ep_runtime.kernels.reference_experts import (
     ReferenceExperts,
-    run_batched_reference,
     run_standard_reference,
 )
 from ep_runtime.kernels.routing import route_tokens
@@ -229,12 +228,11 @@ class RecordedExperts(ReferenceExperts):
         self, expert_input: ExpertInput, weights: ExpertWeights, workspace: Workspace
     ) -> Tensor:
         record("experts")
+        output = super().run(expert_input, weights, workspace)
         if isinstance(expert_input, BatchedExpertInput):
-            output = run_batched_reference(expert_input, weights, self.shape.activation)
             for expert, count in enumerate(expert_input.num_rows_per_expert.tolist()):
                 output[expert, count:] = float("nan")
-            return output
-        return run_standard_reference(expert_input, weights, self.shape.activation)
+        return output
 
 
 class RaisingExperts(RecordedExperts):

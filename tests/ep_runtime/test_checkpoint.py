@@ -16,6 +16,7 @@ from ep_runtime.expert_loading import ExpertBuffers, ExpertLoader, prove_coverag
 from ep_runtime.families import FAMILIES
 from ep_runtime.kernels.errors import CheckpointError, ConfigError
 from ep_runtime.models import load_model
+from ep_runtime.stored_weight import PLAIN, StoredWeight
 from ep_runtime.tensor_names import Slot
 from ep_runtime.tiny import write_tiny_checkpoint
 from tests.ep_runtime.checkpoints import (
@@ -271,15 +272,24 @@ def test_a_path_that_is_no_directory_is_refused(ctx: EPContext, tmp_path: Path) 
         load_model(tmp_path, ctx, progress=False)
 
 
-def test_a_quantised_checkpoint_is_refused(ctx: EPContext, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ({"quant_method": "hqq"}, r"quant_method \('hqq'\) is not supported; .* fp8, gptq, awq"),
+        ({}, r"quant_method \(None\) is not supported"),
+        (["fp8"], r"quantization_config must be a mapping .* got \['fp8'\]"),
+    ],
+    ids=["unknown_method", "no_method", "no_mapping"],
+)
+def test_an_unknown_quantisation_is_refused(
+    quantization: object, message: str, ctx: EPContext, tmp_path: Path
+) -> None:
     source = tiny_checkpoint("deepseek_v3")
     path = copy_with_tensors(source, tmp_path, read_tensors(source))
     config = json.loads((path / "config.json").read_text())
-    for quantization, named in (({"quant_method": "fp8"}, "fp8"), (["fp8"], r"\['fp8'\]")):
-        config["quantization_config"] = quantization
-        (path / "config.json").write_text(json.dumps(config))
-        with pytest.raises(CheckpointError, match=rf"quantization_config \({named}\) is not supp"):
-            load_model(path, ctx, progress=False)
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    with pytest.raises(ConfigError, match=message):
+        load_model(path, ctx, progress=False)
 
 
 def test_a_model_that_transformers_cannot_build_is_refused(ctx: EPContext, tmp_path: Path) -> None:
@@ -359,7 +369,7 @@ def test_gpt_oss_tensors_are_taken_transposed_and_interleaved(tmp_path: Path) ->
     )
     loader = ExpertLoader(CheckpointReader(path), FAMILIES["gpt_oss"])
     for part in names:
-        loader.read(Slot(0, part), part, buffers)
+        loader.read(Slot(0, part), StoredWeight({PLAIN: part}), buffers)
     for local_id, expert in enumerate(buffers.local_expert_ids):
         assert torch.equal(buffers.w13[local_id, :width], gate_up[expert, :, 0::2].T)
         assert torch.equal(buffers.w13[local_id, width:], gate_up[expert, :, 1::2].T)
@@ -421,7 +431,7 @@ def peak_of_loading(ctx: EPContext, path: str, warm_up_path: str) -> tuple[int, 
     return peak, sum(p.nbytes for p in model.parameters())
 
 
-@pytest.mark.parametrize("layout", ["per_expert", "fused"])
+@pytest.mark.parametrize("layout", ["per_expert", "fused", "fp8_block"])
 def test_loading_a_gigabyte_takes_less_than_twice_a_ranks_weights(
     layout: str, tmp_path: Path
 ) -> None:
@@ -444,8 +454,8 @@ def test_loading_a_gigabyte_takes_less_than_twice_a_ranks_weights(
 
 
 def write_large_checkpoint(directory: Path, layout: str) -> Path:
-    """A one-layer OLMoE of 1 GB in bfloat16, as a sparse file: a header and zeros."""
-    hidden, width, num_experts = 2048, 2560, 32
+    """A one-layer OLMoE of 1 GB in bfloat16 or fp8, as a sparse file: a header and zeros."""
+    hidden, width, num_experts = 2048, 2560, 64 if layout == "fp8_block" else 32
     from ep_runtime.tiny import tiny_config
 
     config = tiny_config(
@@ -457,6 +467,8 @@ def write_large_checkpoint(directory: Path, layout: str) -> Path:
         dtype="bfloat16",
     )
     config.architectures = ["OlmoeForCausalLM"]
+    if layout == "fp8_block":
+        config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     config.save_pretrained(directory)
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (320, hidden),
@@ -481,11 +493,22 @@ def write_large_checkpoint(directory: Path, layout: str) -> Path:
             shapes[f"{experts}.{e}.gate_proj.weight"] = (width, hidden)
             shapes[f"{experts}.{e}.up_proj.weight"] = (width, hidden)
             shapes[f"{experts}.{e}.down_proj.weight"] = (hidden, width)
+        if layout == "fp8_block":
+            of_experts = [name for name in shapes if ".experts." in name]
+            shapes |= {
+                f"{name}_scale_inv": tuple(size // 128 for size in shapes[name])
+                for name in of_experts
+            }
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
-        start, end = end, end + 2 * int(torch.Size(shape).numel())
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+        dtype, num_bytes = "BF16", 2
+        if name.endswith("_scale_inv"):
+            dtype, num_bytes = "F32", 4
+        elif layout == "fp8_block" and ".experts." in name:
+            dtype, num_bytes = "F8_E4M3", 1
+        start, end = end, end + num_bytes * int(torch.Size(shape).numel())
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with (directory / "model.safetensors").open("wb") as file:

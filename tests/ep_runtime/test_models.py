@@ -18,6 +18,7 @@ from ep_runtime.failure import FailureLimits
 from ep_runtime.generation import greedy_generate
 from ep_runtime.kernels.errors import CheckpointError, ConfigError, RankFailure
 from ep_runtime.models import load_model
+from ep_runtime.stored_weight import StoredWeight
 from ep_runtime.tensor_names import Slot
 from tests.ep_runtime.checkpoints import (
     FAMILY_NAMES,
@@ -222,9 +223,11 @@ def load_less(ctx: EPContext, path: str, rank: int, expert: int) -> None:
     """As load_model, but one rank leaves an expert out."""
     read = ExpertLoader.read
 
-    def read_all_but_one(self: ExpertLoader, slot: Slot, name: str, into: ExpertBuffers) -> None:
+    def read_all_but_one(
+        self: ExpertLoader, slot: Slot, weight: StoredWeight, into: ExpertBuffers
+    ) -> None:
         if slot.expert != expert:
-            read(self, slot, name, into)
+            read(self, slot, weight, into)
 
     if ctx.rank == rank:
         setattr(ExpertLoader, "read", read_all_but_one)  # noqa: B010  (mypy forbids the other)
@@ -343,7 +346,7 @@ def test_a_file_that_is_cut_short_on_one_rank_ends_all_ranks(tmp_path: Any) -> N
 def stop_rank_1_while_it_loads(ctx: EPContext, path: str, number: signal.Signals) -> None:
     processes = [int(text) for text in gather_texts(str(os.getpid()), ctx.world_group)]
 
-    def stop(self: ExpertLoader, slot: Slot, name: str, into: ExpertBuffers) -> None:
+    def stop(self: ExpertLoader, slot: Slot, weight: StoredWeight, into: ExpertBuffers) -> None:
         os.kill(os.getpid(), number)
 
     if ctx.rank == 1:

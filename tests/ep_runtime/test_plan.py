@@ -295,11 +295,17 @@ def _one_change_each() -> Iterator[tuple[str, Plan]]:
         "moe.apply_router_weight_on_input",
         _plan(moe=_moe(top_k=1, apply_router_weight_on_input=True), dp_size=4),
     )
+    yield "moe.quantization", _plan(moe=_moe(quantization="fp8_block"), dp_size=4)
+    yield (
+        "moe.quantization.group_size",
+        _plan(moe=_moe(quantization={"weight": "int4_w4a16", "group_size": 8}), dp_size=4),
+    )
     yield "parallel.dp_size", _plan(dp_size=8, ep_size=4)
     yield "parallel.tp_size", _plan(dp_size=4, tp_size=2, ep_size=4)
     yield "parallel.ep_size", _plan(dp_size=4, ep_size=2)
     yield "parallel.device", _plan(dp_size=4, device="cpu")
     yield "parallel.all2all_backend", _plan(dp_size=4, all2all_backend="all_to_all")
+    yield "parallel.dispatch_dtype", _plan(dp_size=4, dispatch_dtype="model")
     yield "parallel.placement", _plan(dp_size=4, expert_placement_strategy="round_robin")
     yield "parallel.max_tokens_per_rank", _plan(dp_size=4, max_tokens_per_rank=128)
     yield "parallel.timeout_s", _plan(dp_size=4, timeout_s=60)
@@ -389,7 +395,14 @@ def _measured_bytes(ctx: EPContext, moe: MoEConfig) -> dict[str, int]:
 
     planned = layer.plan.bytes_per_rank[ctx.ep_rank]
     measured = {
-        "experts": size(layer.w13, layer.w2, layer.w13_bias, layer.w2_bias),
+        "experts": size(
+            layer.w13,
+            layer.w2,
+            layer.w13_bias,
+            layer.w2_bias,
+            *(layer.w13_quant.tensors() if layer.w13_quant else ()),
+            *(layer.w2_quant.tensors() if layer.w2_quant else ()),
+        ),
         "router": size(*layer.router.parameters()),
         "shared": size(*(layer.shared.parameters() if layer.shared else ())),
     }
@@ -407,6 +420,24 @@ def _measured_bytes(ctx: EPContext, moe: MoEConfig) -> dict[str, int]:
             _moe(expert_bias=True, router_bias=True, has_correction_bias=True), id="biases"
         ),
         pytest.param(_moe(activation="relu2"), id="not_gated"),
+        pytest.param(
+            _moe(quantization="fp8_block", moe_intermediate_size=132, expert_bias=True),
+            id="fp8_block",
+        ),
+        pytest.param(
+            _moe(
+                quantization={
+                    "weight": "int4_w4a16",
+                    "group_size": 8,
+                    "has_zero_points": True,
+                    "has_input_order": True,
+                }
+            ),
+            id="int4",
+        ),
+        pytest.param(
+            _moe(quantization="nvfp4", hidden_size=48, moe_intermediate_size=32), id="nvfp4"
+        ),
         pytest.param(
             _moe(shared_expert_gate=True, shared_intermediate_size=40, dtype="float16"), id="gate"
         ),
@@ -598,7 +629,7 @@ def test_a_kernel_of_quantised_weights_only_is_refused(monkeypatch: pytest.Monke
     )
     cls = type("Fp8", (experts_class("reference"),), {"capabilities": capabilities})
     monkeypatch.setitem(experts_registry._registered, "fp8", cls)
-    with pytest.raises(PlanError, match="weights stored as fp8_block, not unquantised"):
+    with pytest.raises(PlanError, match="stored as fp8_block, and quantization is none"):
         _plan(experts="fp8")
 
 

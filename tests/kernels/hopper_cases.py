@@ -44,13 +44,22 @@ class HopperCase:
         """Rows of an expert's w13."""
         return self.inner * (2 if self.activation.is_gated else 1)
 
-    def tiles(self, device: torch.device) -> Tiles:
-        """Slots in random order, padded by expert, and two tiles of unwritten memory."""
-        order = torch.randperm(self.num_slots, generator=torch.Generator().manual_seed(1))
+    def num_source_rows(self, top_k: int) -> int:
+        """An odd number of rows of `top_k` slots that leaves some slots with no position."""
+        return (self.num_slots // top_k + 2) | 1
+
+    def tiles(self, device: torch.device, all_slots: int | None = None) -> Tiles:
+        """Slots in random order, padded by expert, and two tiles of unwritten memory.
+
+        all_slots: of which `num_slots` have a position; None: these are all.
+        """
+        all_slots = self.num_slots if all_slots is None else all_slots
+        order = torch.randperm(all_slots, generator=torch.Generator().manual_seed(1))
+        order = order[: self.num_slots]
         slots, experts = [], []
         for expert, run in enumerate(order.split(list(self.rows))):
             height = -(-len(run) // BLOCK_M)
-            slots += [run, torch.full((height * BLOCK_M - len(run),), self.num_slots)]
+            slots += [run, torch.full((height * BLOCK_M - len(run),), all_slots)]
             experts += [expert] * height
         slots += [torch.full((2 * BLOCK_M,), UNWRITTEN)]
         return Tiles(
@@ -82,6 +91,17 @@ HOPPER_CASES = (
 def randn(*size: int, seed: int, device: torch.device, scale: float = 1.0) -> torch.Tensor:
     values = torch.randn(size, generator=torch.Generator().manual_seed(seed)) * scale
     return values.to(device, torch.bfloat16)
+
+
+def spread_rows(
+    tiles: Tiles, num_rows: int, hidden: int, *, top_k: int, gap: int, device: torch.device
+) -> torch.Tensor:
+    """[num_rows, hidden] rows `gap` columns apart, NaN between them and where no slot is used."""
+    used = tiles.slots[: int(tiles.num_tiles) * BLOCK_M].long()
+    used = used[used < num_rows * top_k] // top_k
+    x = torch.full((num_rows, hidden + gap), torch.nan, device=device, dtype=torch.bfloat16)
+    x[used, :hidden] = randn(num_rows, hidden, seed=1, device=device)[used]
+    return x[:, :hidden]
 
 
 def quantise_operands(

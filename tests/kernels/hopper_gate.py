@@ -48,12 +48,15 @@ class GateCase:
     is_weighted: bool = False
     is_fp8: bool = False
     lead_blocks: int = 1
+    top_k: int | None = None
 
 
 CASES = (
     GateCase("silu", 7168, 2048, ActivationKind.SILU),
     GateCase("swigluoai with bias, not shuffled", 304, 104, ActivationKind.SWIGLUOAI, True),
     GateCase("down with bias and a tail", 2048, 160, None, True, is_weighted=True, lead_blocks=2),
+    GateCase("gathered: silu", 7168, 2048, ActivationKind.SILU, top_k=8),
+    GateCase("gathered: odd chunks, top 1", 264, 104, ActivationKind.SWIGLUOAI, True, top_k=1),
     GateCase("fp8: silu, quantised", 7168, 2048, ActivationKind.SILU, is_fp8=True),
     GateCase("fp8: down", 2048, 7168, is_weighted=True, is_fp8=True),
 )
@@ -91,7 +94,11 @@ def launch(case: GateCase) -> None:
         project_down_hopper(x, w, tiles, out=out, topk_weights=weights, **shared)
     else:
         out = empty(NUM_POSITIONS, case.num_columns, dtype=dtype)
-        project_gate_up_hopper(x, w, tiles, activation=activation, out=out, **shared)
+        if case.top_k is not None:
+            x = x[: NUM_POSITIONS // case.top_k]
+        project_gate_up_hopper(
+            x, w, tiles, activation=activation, out=out, top_k=case.top_k, **shared
+        )
 
 
 def catch_launch(case: GateCase) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -155,6 +162,13 @@ def main() -> None:
             {
                 "name": case.name,
                 "is_fp8": case.is_fp8,
+                "gathers": case.top_k is not None,
+                # Of 16 bytes a thread; the assembler takes no other size with .cg.
+                "copies": ptx.count("cp.async.cg.shared.global"),
+                "narrow_copies": ptx.count("cp.async.ca.shared.global"),
+                "copies_arrive": ptx.count("cp.async.mbarrier.arrive.noinc.shared.b64"),
+                "full_counts": sorted(set(re.findall(r"mbarrier\.init\S+ \S+, (\d+);", ptx))),
+                "proxy_fences": ptx.count("fence.proxy.async"),
                 "shared_bytes": compiled.metadata.shared,
                 "num_warps": compiled.metadata.num_warps,
                 "products": sorted(set(products)),

@@ -2,11 +2,11 @@
 
 import torch
 
-from ep_runtime.kernels.symm_channel import Channel, SlotLayout
+from ep_runtime.kernels.symm_channel import Channel, ExpertHomes, SlotLayout
 
 
 def make_channels(
-    layout: SlotLayout, device: torch.device, *, wait_limit_s: float = 2.0
+    layout: SlotLayout, homes: ExpertHomes, device: torch.device, *, wait_limit_s: float = 2.0
 ) -> list[Channel]:
     """One channel of each rank. Floats are NaN and ids 77 until something is written."""
     memories = []
@@ -23,8 +23,9 @@ def make_channels(
 
     channels = []
     for rank, memory in enumerate(memories):
-        for name in ("topk_weights", "rows", "results"):
-            layout.view(memory, name).fill_(float("nan"))
+        for name in ("topk_weights", "rows", "scales", "results"):
+            if name in layout.regions:
+                layout.view(memory, name).fill_(float("nan"))
         for name in ("topk_ids", "origins"):
             layout.view(memory, name).fill_(77)
         channels.append(
@@ -33,6 +34,7 @@ def make_channels(
                 rank=rank,
                 memory=memory,
                 peers=peers,
+                homes=homes,
                 epoch=word(),
                 failed=word(),
                 record=word(pinned=True),

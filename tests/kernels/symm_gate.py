@@ -6,16 +6,19 @@ Prints one JSON list of `GateEntry`.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from ep_runtime.kernels.symm_channel import Channel, SlotLayout
-from ep_runtime.kernels.symm_put import ExpertHomes, put_results, put_tokens
+from ep_runtime.kernels.launch import PreparedLaunch
+from ep_runtime.kernels.quant.scheme import RowScheme
+from ep_runtime.kernels.symm_channel import Channel, ExpertHomes, SlotLayout
+from ep_runtime.kernels.symm_put_results import put_results
+from ep_runtime.kernels.symm_put_tokens import put_tokens
 from ep_runtime.kernels.symm_wait import sum_results, wait_for_dispatch
-from tests.kernels.compile_gate import Launch, catch_launches, compile_launch
+from tests.kernels.compile_gate import Launch, compile_launch
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class GateEntry:
 
     kernel: str
     dtype: str
+    rows: str
     shared_bytes: int
     releases: int
     acquires: int
@@ -42,7 +46,7 @@ class GateEntry:
 _INSTRUCTION = re.compile(r"\b(?:bar\.sync|(?:atom|red|st|ld)\.(?:volatile\.)?global[\w.:]*)")
 
 
-def read_ptx(kernel: str, dtype: str, compiled: Any) -> GateEntry:
+def read_ptx(kernel: str, dtype: str, rows: str, compiled: Any) -> GateEntry:
     """Follow stores, loads, barriers and atomics through the PTX from top to bottom."""
     counts = dict.fromkeys(
         ("releases", "acquires", "unguarded_releases", "unguarded_acquires", "other_atomics"), 0
@@ -68,11 +72,28 @@ def read_ptx(kernel: str, dtype: str, compiled: Any) -> GateEntry:
             acquire_is_open = True
         else:
             counts["other_atomics"] += 1
-    return GateEntry(kernel, dtype, compiled.metadata.shared, **counts, widest_store_bytes=widest)
+    shared_bytes = compiled.metadata.shared
+    return GateEntry(kernel, dtype, rows, shared_bytes, **counts, widest_store_bytes=widest)
+
+
+def catch_prepared_launches(call: Callable[[], object]) -> list[Launch]:
+    """What a call would launch, none of it launched; its tensors are meta tensors."""
+    caught: list[Launch] = []
+
+    def catch(self: PreparedLaunch, grid: Any, *varying: Any, stream: Any = None) -> None:
+        caught.append((self.kernel, (*varying, *self.bound), dict(self.options)))
+
+    released = PreparedLaunch.__call__
+    PreparedLaunch.__call__ = catch  # type: ignore[method-assign]
+    try:
+        call()
+    finally:
+        PreparedLaunch.__call__ = released  # type: ignore[method-assign]
+    return caught
 
 
 def launches(
-    num_ranks: int, num_tokens: int, *, hidden_size: int, dtype: torch.dtype
+    num_ranks: int, num_tokens: int, *, hidden_size: int, dtype: torch.dtype, rows: RowScheme
 ) -> list[Launch]:
     """The (kernel, arguments, keywords) of a dispatch and a combine, caught on meta tensors."""
 
@@ -82,17 +103,17 @@ def launches(
     def word(size: int = 1) -> torch.Tensor:
         return empty(size, dtype=torch.int64)
 
-    layout = SlotLayout(num_ranks, num_tokens, hidden_size, 8, dtype)
+    layout = SlotLayout(num_ranks, num_tokens, hidden_size, 8, dtype, rows)
     memory = empty(layout.num_bytes, dtype=torch.uint8)
-    channel = Channel(layout, 1, memory, word(num_ranks), word(), word(), word(), 10**11)
     homes = ExpertHomes(empty(256, dtype=torch.int32), empty(256, dtype=torch.int32))
+    channel = Channel(layout, 1, memory, word(num_ranks), homes, word(), word(), word(), 10**11)
     ids = empty(num_tokens, 8, dtype=torch.int32)
     tokens = (empty(num_tokens, hidden_size), ids, empty(num_tokens, 8, dtype=torch.float32))
     outputs = empty(num_ranks * num_tokens, hidden_size)
     first_row = num_tokens
 
     def call() -> None:
-        put_tokens(channel, tokens, homes, first_row=first_row, max_programs=132)
+        put_tokens(channel, tokens, first_row=first_row, max_programs=132)
         wait_for_dispatch(channel, limit_ns=10**11)
         put_results(
             channel, outputs, num_own_rows=num_tokens, first_own_row=first_row, max_programs=64
@@ -102,28 +123,34 @@ def launches(
                 channel,
                 outputs,
                 ids,
-                homes.rank_of,
                 first_own_row=first_row,
                 bias=empty(num_tokens, hidden_size),
                 is_joined=is_joined,
             )
 
-    return catch_launches(call)
+    return catch_prepared_launches(call)
 
 
 def entries() -> Iterator[GateEntry]:
-    """Decode and prefill, both tile sizes and widths of a number, and many ranks with rows of 602
-    bytes, which cannot be aligned."""
-    for num_ranks, num_tokens, hidden_size, dtype in (
-        (2, 1, 7168, torch.bfloat16),
-        (8, 512, 2880, torch.float32),
-        (72, 64, 301, torch.bfloat16),
+    """Decode and prefill, both tile sizes and widths of a number, rows as they are and in fp8; and
+    many ranks with rows that cannot be aligned, of 602 bytes and of 301."""
+    as_is, in_fp8 = RowScheme.MODEL, RowScheme.FP8_GROUP
+    for num_ranks, num_tokens, hidden_size, dtype, rows in (
+        (2, 1, 7168, torch.bfloat16, as_is),
+        (8, 512, 2880, torch.float32, as_is),
+        (72, 64, 301, torch.bfloat16, as_is),
+        (2, 1, 7168, torch.bfloat16, in_fp8),
+        (2, 512, 7168, torch.bfloat16, in_fp8),
+        (8, 512, 2880, torch.float32, in_fp8),
+        (72, 64, 301, torch.bfloat16, in_fp8),
     ):
         for kernel, arguments, keywords in launches(
-            num_ranks, num_tokens, hidden_size=hidden_size, dtype=dtype
+            num_ranks, num_tokens, hidden_size=hidden_size, dtype=dtype, rows=rows
         ):
-            compiled = compile_launch(kernel, arguments, dict(keywords))
-            yield read_ptx(kernel.__name__, str(dtype), compiled)
+            # All but dispatch's put is the same for fp8 rows.
+            if rows is as_is or kernel.__name__ == "_put_tokens_kernel":
+                compiled = compile_launch(kernel, arguments, dict(keywords))
+                yield read_ptx(kernel.__name__, str(dtype), str(rows), compiled)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ep_runtime.all2all.base import sent_row_bytes
+from ep_runtime.kernels.quant.scheme import RowScheme
 from ep_runtime.kernels.symm_channel import (
     ARRIVAL_SHARES,
     COMBINE_PHASE,
@@ -21,6 +23,7 @@ layouts = st.builds(
     hidden_size=st.integers(1, 300),
     top_k=st.integers(1, 9),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    row_scheme=st.sampled_from(RowScheme),
 )
 
 
@@ -52,6 +55,23 @@ def test_buffers_hold_what_all_ranks_may_send() -> None:
     assert regions["rows"].shape == (4 * 16, 48)
     assert regions["results"].shape == (4, 16, 48)
     assert regions["topk_ids"].shape == regions["topk_weights"].shape == (4 * 16, 3)
+    assert "scales" not in regions
+
+
+@given(layout=layouts)
+def test_rows_in_fp8_take_a_byte_a_column_and_a_scale_for_every_128(layout: SlotLayout) -> None:
+    regions = layout.regions
+    assert regions["results"].dtype is layout.dtype
+    if layout.row_scheme is RowScheme.MODEL:
+        assert regions["rows"].dtype is layout.dtype
+        return
+    num_rows = layout.ep_size * layout.max_tokens_per_rank
+    assert regions["rows"].dtype is torch.float8_e4m3fn
+    assert regions["rows"].num_bytes == num_rows * layout.hidden_size
+    assert regions["scales"].shape == (num_rows, (layout.hidden_size + 127) // 128)
+    assert regions["scales"].dtype is torch.float32
+    both = regions["rows"].num_bytes + regions["scales"].num_bytes
+    assert both == num_rows * sent_row_bytes(layout.hidden_size, layout.dtype, layout.row_scheme)
 
 
 @given(counts=st.lists(st.integers(0, 50), min_size=1, max_size=8))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ep_runtime.kernels.quant.scheme import RowScheme
 from tests.kernels.symm_gate import GateEntry, read_ptx
 
 ROOT = Path(__file__).parents[2]
@@ -56,16 +57,23 @@ def test_there_is_no_atomic_but_system_wide_releases_and_acquires(
 def test_rows_of_a_multiple_of_16_bytes_are_stored_16_bytes_at_a_time(
     compiled: list[GateEntry],
 ) -> None:
-    widths = [entry.widest_store_bytes for entry in compiled if entry.kernel != "_wait_kernel"]
-    assert len(widths) == 3 * 4
-    assert set(widths[:8]) == {16}
-    assert max(widths[8:]) <= 8, "the last case has rows that are not aligned"
+    def widths(rows: RowScheme) -> list[int]:
+        return [
+            entry.widest_store_bytes
+            for entry in compiled
+            if entry.kernel != "_wait_kernel" and entry.rows == rows
+        ]
+
+    as_is, in_fp8 = widths(RowScheme.MODEL), widths(RowScheme.FP8_GROUP)
+    assert (len(as_is), len(in_fp8)) == (3 * 4, 4)
+    assert set(as_is[:8]) == set(in_fp8[:3]) == {16}
+    assert max(*as_is[8:], *in_fp8[3:]) <= 8, "the last cases have rows that are not aligned"
 
 
 def test_every_kernel_is_compiled_and_needs_next_to_no_shared_memory(
     compiled: list[GateEntry],
 ) -> None:
-    files = ("symm_put.py", "symm_wait.py")
+    files = ("symm_put_tokens.py", "symm_put_results.py", "symm_wait.py")
     lines = [line for file in files for line in (ROOT / "kernels" / file).open()]
     defined = {line[4 : line.index("(")] for line in lines if re.match(r"def _\w+_kernel\(", line)}
     assert {entry.kernel for entry in compiled} == defined
@@ -85,4 +93,4 @@ def test_the_reader_of_machine_code_sees_an_unguarded_release(ptx: str, unguarde
         asm = {"ptx": ptx}  # noqa: RUF012
         metadata = type("Metadata", (), {"shared": 0})
 
-    assert read_ptx("k", "d", Compiled).unguarded_releases == unguarded
+    assert read_ptx("k", "d", "model", Compiled).unguarded_releases == unguarded

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from ep_runtime.all2all.base import BackendShape
 from ep_runtime.config import MoEConfig
 from ep_runtime.distributed import EPContext
-from ep_runtime.launch.bench_config import BenchConfig, load_bench_config
+from ep_runtime.kernels.interpreter import is_interpreting
+from ep_runtime.kernels.quant.scheme import RowScheme
+from ep_runtime.launch.bench_config import BenchConfig, Candidate, load_bench_config
 from ep_runtime.launch.bench_inputs import (
     NUM_INPUT_SETS,
     Case,
@@ -23,6 +26,7 @@ from ep_runtime.launch.bench_inputs import (
 )
 from ep_runtime.launch.bench_job import BenchJob
 from ep_runtime.launch.bench_link import LinkLimits
+from ep_runtime.launch.bench_plot import lines_of
 from ep_runtime.launch.bench_probe import (
     Call,
     CpuClock,
@@ -32,7 +36,7 @@ from ep_runtime.launch.bench_probe import (
     MarkedGraphProbe,
     Probe,
 )
-from ep_runtime.launch.bench_record import case_entry, command_line
+from ep_runtime.launch.bench_record import BYTES, bytes_of, case_entry, command_line
 from ep_runtime.launch.bench_statistics import Times, max_over_ranks, rotated, summarise
 from ep_runtime.launch.cli import app
 from ep_runtime.placement import place_experts
@@ -81,10 +85,11 @@ def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_options_win_over_the_file_and_lists_have_commas(tmp_path: Path) -> None:
     path = tmp_path / "bench.yaml"
-    path.write_text("ranks: 4\ntop_k: 2\nrouting: [zipf]\nbackends: naive\n")
+    path.write_text("ranks: 4\ntop_k: 2\nrouting: [zipf]\nbackends: naive\ndispatch_dtype: fp8\n")
     options = {"tokens_per_rank": "1, 8", "top_k": "2,3", "routing": None, "rounds": 7}
     config = load_bench_config(str(path), options)
     assert (config.ranks, config.rounds, config.backends) == (4, 7, ("naive",))
+    assert config.dispatch_dtype == ("fp8",)
     assert (config.tokens_per_rank, config.top_k, config.routing) == ((1, 8), (2, 3), ("zipf",))
     assert [moe.top_k for moe in config.layers()] == [2, 3]
     assert config.parallel().max_tokens_per_rank == 8
@@ -93,7 +98,9 @@ def test_options_win_over_the_file_and_lists_have_commas(tmp_path: Path) -> None
 
 
 def test_the_command_line_of_a_record_gives_its_configuration_again() -> None:
-    config = BenchConfig(ranks=3, top_k=(2, 3), backends=("naive", "all_to_all"), seed=5)
+    config = BenchConfig(
+        ranks=3, top_k=(2, 3), backends=("naive", "all_to_all"), dispatch_dtype=("fp8",), seed=5
+    )
     words = command_line(config).split()
     assert words[:2] == ["ep-runtime", "bench"]
     options = {
@@ -115,6 +122,8 @@ def test_the_command_line_of_a_record_gives_its_configuration_again() -> None:
         (["--backends", "naive,nave"], "all2all_backend 'nave' is unknown; choose one of"),
         (["--experts", "tritn"], "experts 'tritn' is unknown; choose one of"),
         (["--backends", "local"], "no backend can run: local: it serves ep_size up to 1"),
+        (["--dispatch-dtype", "fp8", "--backends", "naive"], "naive fp8: it sends rows as model"),
+        (["--dispatch-dtype", "fp4"], "--dispatch-dtype: Input should be 'auto', 'model' or 'fp8'"),
         (["--mode", "graph"], "mode (graph) needs CUDA"),
         (["--max-tokens-per-rank", "4"], "max_tokens_per_rank (4) must be at least the largest"),
         (["--parts", "shared", "--num-shared-experts", "0"], "num_shared_experts is 0"),
@@ -204,16 +213,19 @@ def test_link_bytes_count_a_row_once_for_each_other_rank() -> None:
     ]
     assert [load.rows_to for load in loads] == [[3 * NUM_INPUT_SETS, 0]] * 2
     # Rank 1 sends its three rows of 16 bfloat16 values; nothing goes the other way.
-    assert link_bytes(loads, MOE) == 3 * 16 * 2
+    assert link_bytes(loads, 32) == 3 * 16 * 2
     # Rank 0: two experts of 3 * 16 * 8 weights; six rows in and out.
-    assert experts_bytes(loads, MOE, placement) == (2 * 3 * 16 * 8 + 6 * 2 * 16) * 2
+    assert experts_bytes(loads, MOE, _shape()) == (2 * 3 * 16 * 8 + 6 * 2 * 16) * 2
+    # In fp8 a row of 16 comes with one scale, and leaves as before.
+    in_fp8 = _shape(RowScheme.FP8_GROUP)
+    assert experts_bytes(loads, MOE, in_fp8) == 2 * 3 * 16 * 8 * 2 + 6 * (16 + 4 + 32)
 
 
 def test_link_bytes_are_those_of_the_busiest_rank_in_its_busier_direction() -> None:
     # Rank 2 receives 5 + 4, more than any rank sends.
     counts = [[1, 2, 5], [0, 3, 4], [1, 1, 0]]
     loads = [Load([n * NUM_INPUT_SETS for n in row], []) for row in counts]
-    assert link_bytes(loads, MOE) == 9 * 16 * 2
+    assert link_bytes(loads, 32) == 9 * 16 * 2
 
 
 def test_input_sets_differ_and_their_routing_is_what_was_asked_for() -> None:
@@ -227,15 +239,37 @@ def test_input_sets_differ_and_their_routing_is_what_was_asked_for() -> None:
     assert sets[0].rows_per_rank == (6, 6)
 
 
+def _shape(rows: RowScheme = RowScheme.MODEL) -> BackendShape:
+    return BackendShape(4, 16, 2, torch.bfloat16, 40, place_experts("linear", 4, 2), rows)
+
+
+@pytest.mark.parametrize(
+    ("part", "as_model", "in_fp8"),
+    [
+        ("dispatch", 40 * 32, 40 * (16 + 4)),
+        ("combine", 40 * 32, 40 * 32),
+        ("dispatch_combine", 2 * 40 * 32, 40 * (16 + 4 + 32)),
+    ],
+)
+def test_bytes_of_an_exchange_are_those_of_the_rows_as_they_travel(
+    part: str, as_model: int, in_fp8: int
+) -> None:
+    loads = [Load([0, 40 * NUM_INPUT_SETS], []), Load([40 * NUM_INPUT_SETS, 0], [])]
+    case = Case(MOE, "random", 40)
+    assert bytes_of(part, case, loads, _shape()) == as_model
+    assert bytes_of(part, case, loads, _shape(RowScheme.FP8_GROUP)) == in_fp8
+    assert "hidden_size" in BYTES[part]
+
+
 def test_an_entry_has_its_rate_its_fraction_of_the_link_and_the_words_for_both() -> None:
     loads = [Load([0, 40 * NUM_INPUT_SETS], []), Load([40 * NUM_INPUT_SETS, 0], [])]
     entry = case_entry(
         Case(MOE, "random", 40),
-        "naive",
+        Candidate("naive"),
         "dispatch_combine",
         times=Times(median=2.0, p90=3.0, n=10),
         loads=loads,
-        placement=place_experts("linear", 4, 2),
+        shape=_shape(),
         link=LinkLimits(copy_engine_gbps=4.0, triton_put_gbps=2.0, reason=None),
     )
     assert entry["bytes"] == 2 * 40 * 16 * 2
@@ -298,9 +332,44 @@ def test_backends_take_turns_on_two_ranks() -> None:
     assert all(entry["times_us"]["n"] == 3 * 2 for entry in orders[0].entries)
 
 
+def measure(ctx: EPContext, config: BenchConfig) -> dict[str, Any]:
+    return BenchJob(config, ctx).run()
+
+
+@pytest.mark.skipif(not is_interpreting(), reason="symm_mem on a CPU needs the interpreter")
+def test_one_backend_is_measured_with_each_dispatch_dtype_side_by_side() -> None:
+    config = BenchConfig(
+        device="cpu",
+        backends=("symm_mem", "naive"),
+        dispatch_dtype=("model", "fp8"),
+        experts="reference",
+        parts=("dispatch", "layer"),
+        tokens_per_rank=(3,),
+        hidden_size=(256,),
+        num_experts=(4,),
+        top_k=(2,),
+        rounds=1,
+        iterations=1,
+        warmup=1,
+    )
+    record = run_ranks(measure, config.parallel(), config, timeout=120)[0]
+    labels = ["symm_mem model", "symm_mem fp8", "naive model"]
+    assert list(lines_of(record, "dispatch")) == list(lines_of(record, "layer")) == labels
+    entries = {(e["backend"], e["dispatch_dtype"], e["part"]): e for e in record["cases"]}
+    as_is, in_fp8 = (entries["symm_mem", rows, "dispatch"] for rows in ("model", "fp8"))
+    assert (as_is["actual"]["rows"], in_fp8["actual"]["rows"]) == ("model", "fp8")
+    assert as_is["bytes"] * (256 + 8) == in_fp8["bytes"] * 512
+    assert "sends rows as model" in entries["naive", "fp8", "dispatch"]["skip_reason"]
+    against_first = {check["name"].split(":")[0]: check for check in record["checks"]}
+    fp8 = against_first["symm_mem fp8 against symm_mem model"]
+    assert fp8["limit"] == pytest.approx(6e-2 + 1e-2)
+    assert 1e-3 < fp8["value"] < 6e-2
+    assert record["passed"]
+
+
 ENTRY_KEYS = {
-    *("backend", "part", "tokens_per_rank", "hidden_size", "num_experts", "top_k"),
-    *("moe_intermediate_size", "dtype", "routing", "actual", "times_us", "bytes", "gbps"),
+    *("backend", "dispatch_dtype", "part", "tokens_per_rank", "hidden_size", "num_experts"),
+    *("top_k", "moe_intermediate_size", "dtype", "routing", "actual", "times_us", "bytes", "gbps"),
     *("formula", "fraction_of_link", "skip_reason"),
 }
 

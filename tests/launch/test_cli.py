@@ -188,8 +188,14 @@ Tensors = dict[str, torch.Tensor]
         pytest.param(
             lambda t: t,
             {"quantization_config": {"quant_method": "fp8"}},
-            "quantization_config (fp8) is not supported",
-            id="quantised",
+            "missing: model.layers.0.mlp.experts.0.down_proj.weight_scale_inv",
+            id="quantised_without_scales",
+        ),
+        pytest.param(
+            lambda t: t,
+            {"quantization_config": {"quant_method": "hqq"}},
+            "quantization_config.quant_method ('hqq') is not supported",
+            id="unknown_quantisation",
         ),
         pytest.param(
             lambda t: t,

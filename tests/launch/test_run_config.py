@@ -52,6 +52,10 @@ def test_defaults_follow_the_kind_of_model(tmp_path: Path) -> None:
     assert (layer.check, layer.workload.seed, layer.parallel.ep_size) == ("layer", 0, 2)
     tiny = load_run_config(write_config(tmp_path, TINY))
     assert (tiny.check, tiny.workload.seed) == ("logits", None)
+    # Logits are compared with a model whose rows are exact.
+    assert (layer.parallel.dispatch_dtype, tiny.parallel.dispatch_dtype) == ("auto", "model")
+    unchecked = load_run_config(write_config(tmp_path, TINY), ["check=off"])
+    assert unchecked.parallel.dispatch_dtype == "auto"
 
 
 def test_the_resolved_config_reads_back_as_itself(tmp_path: Path) -> None:
@@ -103,6 +107,7 @@ def test_paths_of_the_file_are_relative_to_it(tmp_path: Path) -> None:
         ("device: cpu", "timeout_s: .inf", "parallel.timeout_s: Input should be"),
         ("top_k: 2", "top_k: 2, expert_bias: yes", "model.layer.expert_bias: Input should be a v"),
         ("top_k: 2", "top_k: 2, routed_scaling_factor: .nan", "layer.routed_scaling_factor: Input"),
+        ("top_k: 2", "top_k: 2, quantization: fp8", "model.layer.quantization: 'fp8' is no scheme"),
         ("{hidden", "[hidden", "broken YAML"),
         ("top_k: 2", "top_k: 9", "model.layer: top_k (9) must be at most num_experts (5)"),
     ],
@@ -122,6 +127,11 @@ def test_a_wrong_file_is_refused_by_the_name_of_the_key(
         ("prompts.txt,", "prompts.txt, seed: 3,", "workload.seed: has no effect with"),
         ("prompts.txt,", "prompts.txt, routing: zipf,", "workload.routing: zipf has no effect"),
         ("output_dir: out", "check: layer", "check: layer needs model.layer"),
+        (
+            "device: cpu",
+            "device: cpu, dispatch_dtype: fp8",
+            "parallel.dispatch_dtype: (fp8) contradicts check: logits",
+        ),
         ("{tiny:", "{checkpoint: x, tiny:", "model: needs exactly one of checkpoint, tiny, layer"),
     ],
 )

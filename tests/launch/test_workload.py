@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from ep_runtime.config import MoEConfig, ParallelConfig
 from ep_runtime.distributed import EPContext
 from ep_runtime.kernels.errors import ConfigError
+from ep_runtime.kernels.quant.dequantize import dequantize
+from ep_runtime.kernels.quant.storage import quantized_tensor, tensors_of
 from ep_runtime.launch.run_config import WorkloadSection
 from ep_runtime.launch.seeded_layer import SeededWeights
 from ep_runtime.launch.workload import make_routing, make_rows, prompts_of, share_out
@@ -108,28 +110,35 @@ FULL = MoEConfig(
 )
 
 
-def filled_in_place_and_loaded(ctx: EPContext) -> bool:
+def filled_in_place_and_loaded(ctx: EPContext, moe: MoEConfig) -> bool:
     """Whether `fill` gives what `load_experts` gives for the same tensors."""
-    weights = SeededWeights(FULL, seed=3, device=ctx.device)
-    filled, loaded = MoELayer(FULL, ctx), MoELayer(FULL, ctx)
+    weights = SeededWeights(moe, seed=3, device=ctx.device)
+    filled, loaded = MoELayer(moe, ctx), MoELayer(moe, ctx)
     with torch.no_grad():
         for parameter in filled.parameters():
-            parameter.fill_(float("nan"))
+            parameter.data.view(torch.uint8).fill_(255)  # of floats, NaN
         weights.fill(filled)
     parts = ("w13", "w2", "w13_bias", "w2_bias")
     stacked: dict[str, Any] = {
         part: torch.stack([weights.expert(part, expert) for expert in range(3)]) for part in parts
     }
+    if moe.quantization.is_quantised:
+        for part in ("w13", "w2"):
+            stored = [tensors_of(weights.stored(part, expert)) for expert in range(3)]
+            names = stored[0].keys()
+            tensors = {name: torch.cat([one[name] for one in stored]) for name in names}
+            plain, stacked[part] = stacked[part], quantized_tensor(tensors, moe.quantization)
+            assert torch.equal(dequantize(stacked[part], 2 if part == "w13" else 1), plain)
     loaded.load_experts(**stacked, **weights.whole())
     pairs = zip(filled.parameters(), loaded.parameters(), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
+    return all(torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8)) for a, b in pairs)
 
 
-def test_a_layer_filled_in_place_is_the_layer_that_load_experts_makes() -> None:
-    assert run_ranks(filled_in_place_and_loaded, ParallelConfig(dp_size=2, device="cpu")) == [
-        True,
-        True,
-    ]
+@pytest.mark.parametrize("quantization", ["none", "fp8_block", "int8_w8a16"])
+def test_a_layer_filled_in_place_is_the_layer_that_load_experts_makes(quantization: str) -> None:
+    moe = MoEConfig(**{**FULL.model_dump(), "quantization": quantization})
+    parallel = ParallelConfig(dp_size=2, device="cpu")
+    assert run_ranks(filled_in_place_and_loaded, parallel, moe) == [True, True]
 
 
 def test_no_two_seeded_tensors_are_alike() -> None:

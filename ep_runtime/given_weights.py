@@ -1,0 +1,99 @@
+"""Checks the tensors that a user hands to `MoELayer.load_experts`, before any is copied."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ep_runtime.kernels.errors import ConfigError
+from ep_runtime.kernels.quant.scheme import QuantizedTensor, QuantScheme
+from ep_runtime.kernels.quant.storage import StoredShape, take_experts, tensors_of
+
+_LOADABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def is_wanted(
+    name: str, target: Tensor | None, given: object, num_experts: int | None = None
+) -> bool:
+    """Whether to copy `given` into `target`; ConfigError where exactly one of the two is there, or
+    `given` cannot be copied.
+
+    num_experts: E, where `given` has all experts and `target` this rank's.
+    """
+    if target is None and given is None:
+        return False
+    if target is None:
+        raise ConfigError(f"{name} is given, and the layer's configuration has none; leave it out")
+    if given is None:
+        raise ConfigError(f"{name} is missing; the layer's configuration has it")
+    if isinstance(given, QuantizedTensor):
+        raise ConfigError(
+            f"{name} is a QuantizedTensor ({given.scheme.weight}), and the layer's quantization is "
+            f"none; give a plain tensor, or build the layer with MoEConfig(quantization=...)"
+        )
+    if not isinstance(given, Tensor) or given.is_meta or given.dtype not in _LOADABLE:
+        got = f"{given.dtype} on {given.device}" if isinstance(given, Tensor) else type(given)
+        raise ConfigError(
+            f"{name} is {got}; wanted a tensor with data, in float32, float64, bfloat16 or float16"
+        )
+    shape = list(target.shape) if num_experts is None else [num_experts, *target.shape[1:]]
+    _check_shape(name, given, shape)
+    return True
+
+
+def own_experts(
+    name: str,
+    given: Any,
+    *,
+    shapes: Mapping[str, StoredShape],
+    scheme: QuantScheme,
+    num_experts: int,
+    experts: list[int],
+) -> dict[str, Tensor]:
+    """The stored tensors of some experts of a QuantizedTensor of all E, by name.
+
+    shapes: what the layer has of each expert. Raises ConfigError that names the tensor.
+    """
+    if not isinstance(given, QuantizedTensor):
+        got = "missing" if given is None else f"{type(given).__name__}"
+        raise ConfigError(
+            f"{name} is {got}; the layer's quantization is {scheme.weight}, which takes a "
+            f"QuantizedTensor"
+        )
+    if given.scheme != scheme:
+        raise ConfigError(f"{name} is stored as {given.scheme}; the layer's is {scheme}")
+    tensors = tensors_of(given)
+    for missing in [key for key in shapes if key not in tensors]:
+        raise ConfigError(f"{_key(name, missing)} is missing; {scheme.weight} has it")
+    for key, tensor in tensors.items():
+        label = _key(name, key)
+        if key not in shapes:
+            raise ConfigError(f"{label} is given, and {scheme.weight} has none; leave it out")
+        wanted = shapes[key]
+        is_cast = wanted.dtype in _LOADABLE and tensor.dtype in _LOADABLE
+        if tensor.is_meta or (tensor.dtype != wanted.dtype and not is_cast):
+            raise ConfigError(
+                f"{label} is {tensor.dtype} on {tensor.device}; wanted {wanted.dtype} with data"
+            )
+        _check_shape(label, tensor, [num_experts, *wanted.shape])
+    own = tensors_of(take_experts(given, experts))
+    for key in ("scales", "global_scales"):
+        if key not in own or not own[key].is_floating_point():
+            continue
+        is_wrong = ~torch.isfinite(own[key].float().flatten(1)).all(dim=1)
+        for local_id in is_wrong.nonzero().flatten().tolist()[:1]:
+            raise ConfigError(
+                f"{_key(name, key)} of expert {experts[local_id]} has a scale that is NaN or "
+                f"infinite"
+            )
+    return own
+
+
+def _key(name: str, key: str) -> str:
+    return f"{name}.values" if key == "values" else f"{name}.parameters.{key}"
+
+
+def _check_shape(name: str, given: Tensor, shape: list[int]) -> None:
+    if list(given.shape) != shape:
+        raise ConfigError(f"{name} has shape {list(given.shape)}; wanted {shape}")

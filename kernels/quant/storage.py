@@ -1,0 +1,142 @@
+"""The tensors of a `QuantizedTensor`, whatever its scheme: shapes, bytes, memory, parts, experts.
+
+E experts, N output rows, K input columns. w13 has two parts, gate and up, each of N / 2 rows, one
+after the other along dimension 1 in every tensor; w2, and w13 without a gate, has one.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil, prod
+
+import torch
+from torch import Tensor
+
+from ep_runtime.kernels.quant.scheme import (
+    QuantizedTensor,
+    QuantParameters,
+    QuantScheme,
+    WeightScheme,
+)
+
+FP8_BLOCK = 128  # rows and columns of a block with one scale
+_GROUP = {WeightScheme.MXFP4: 32, WeightScheme.NVFP4: 16}
+PARAMETER_NAMES = ("scales", "zero_points", "global_scales", "input_order")
+
+
+@dataclass(frozen=True)
+class StoredShape:
+    """Shape, without the leading E, and dtype of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def stored_shapes(
+    scheme: QuantScheme, rows: int, columns: int, *, num_parts: int, dtype: torch.dtype
+) -> dict[str, StoredShape]:
+    """Name (`values`, `scales`, ...) -> what one expert has under it, as `QuantParameters` says.
+
+    rows: N, of all parts. dtype: the layer's.
+    """
+    weight = scheme.weight
+    if weight is WeightScheme.FP8_BLOCK:
+        blocks = num_parts * ceil(rows // num_parts / FP8_BLOCK), ceil(columns / FP8_BLOCK)
+        return {
+            "values": StoredShape((rows, columns), torch.float8_e4m3fn),
+            "scales": StoredShape(blocks, torch.float32),
+        }
+    if weight is WeightScheme.FP8_CHANNEL:
+        return {
+            "values": StoredShape((rows, columns), torch.float8_e4m3fn),
+            "scales": StoredShape((rows,), torch.float32),
+        }
+    if weight in _GROUP:
+        scale_dtype = torch.uint8 if weight is WeightScheme.MXFP4 else torch.float8_e4m3fn
+        shapes = {
+            "values": StoredShape((rows, ceil(columns / 2)), torch.uint8),
+            "scales": StoredShape((rows, ceil(columns / _GROUP[weight])), scale_dtype),
+        }
+        if weight is WeightScheme.NVFP4:
+            shapes["global_scales"] = StoredShape((num_parts,), torch.float32)
+        return shapes
+    if weight in (WeightScheme.INT4, WeightScheme.INT8):
+        groups = ceil(columns / (scheme.group_size or columns))
+        packed = ceil(columns / 2) if weight is WeightScheme.INT4 else columns
+        shapes = {
+            "values": StoredShape((rows, packed), torch.uint8),
+            "scales": StoredShape((rows, groups), dtype),
+        }
+        if scheme.has_zero_points:
+            shapes["zero_points"] = StoredShape((rows, groups), torch.uint8)
+        if scheme.has_input_order:
+            shapes["input_order"] = StoredShape((columns,), torch.int32)
+        return shapes
+    raise ValueError(f"weights stored as {weight} have no quantised tensors")
+
+
+def tensors_of(weight: QuantizedTensor) -> dict[str, Tensor]:
+    """Name -> tensor, of those there are."""
+    named = {"values": weight.values}
+    for name in PARAMETER_NAMES:
+        tensor = getattr(weight.parameters, name)
+        if tensor is not None:
+            named[name] = tensor
+    return named
+
+
+def quantized_tensor(tensors: Mapping[str, Tensor], scheme: QuantScheme) -> QuantizedTensor:
+    """The inverse of `tensors_of`."""
+    parameters = QuantParameters(**{n: tensors[n] for n in PARAMETER_NAMES if n in tensors})
+    return QuantizedTensor(tensors["values"], parameters, scheme)
+
+
+def take_experts(weight: QuantizedTensor, experts: list[int]) -> QuantizedTensor:
+    """Copies of some experts, values and parameters together, in the order given."""
+    return quantized_tensor(
+        {name: _take(tensor, experts) for name, tensor in tensors_of(weight).items()},
+        weight.scheme,
+    )
+
+
+def _take(tensor: Tensor, experts: list[int]) -> Tensor:
+    """`tensor[experts]`, also of float8, which torch does not index on every device."""
+    if tensor.dtype.itemsize == 1:
+        return tensor.view(torch.uint8)[experts].view(tensor.dtype)
+    return tensor[experts]
+
+
+def part_of(name: str, tensor: Tensor, part: int, num_parts: int) -> Tensor:
+    """The view of `tensor` [E, ...] that holds one part; the input order belongs to all parts."""
+    if name == "input_order" or num_parts == 1:
+        return tensor
+    size = tensor.shape[1] // num_parts
+    return tensor[:, part * size : (part + 1) * size]
+
+
+def take_rows(weight: QuantizedTensor, start: int, stop: int) -> QuantizedTensor:
+    """Views of some output rows of a weight of one part; start is a multiple of 128."""
+    taken = {}
+    for name, tensor in tensors_of(weight).items():
+        if name in ("input_order", "global_scales"):
+            taken[name] = tensor
+        elif name == "scales" and weight.scheme.weight is WeightScheme.FP8_BLOCK:
+            taken[name] = tensor[:, start // FP8_BLOCK : ceil(stop / FP8_BLOCK)]
+        else:
+            taken[name] = tensor[:, start:stop]
+    return quantized_tensor(taken, weight.scheme)
+
+
+def empty_stored(
+    shapes: Mapping[str, StoredShape], num_experts: int, device: torch.device
+) -> dict[str, Tensor]:
+    """Unwritten memory for E experts, by name; an input order is -1."""
+    return {
+        name: torch.full((num_experts, *one.shape), -1, dtype=one.dtype, device=device)
+        if name == "input_order"
+        else torch.empty((num_experts, *one.shape), dtype=one.dtype, device=device)
+        for name, one in shapes.items()
+    }

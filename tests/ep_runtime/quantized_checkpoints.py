@@ -1,0 +1,239 @@
+"""Tiny quantised checkpoints and the logits of the float32 models they stand for, once a session.
+
+fp8 of sizes that nobody's writer can make is laid out after the reader's own code in transformers
+(`integrations/finegrained_fp8.py`, `FP8Linear.__init__`: ceil(N / 128) by ceil(K / 128) scales),
+which is how DeepSeek-V3's is. What the tensors stand for is always what the writer's library makes
+of them: transformers' `_dequantize_fp8_weight`, `Written.weight` of tests/kernels/quant/writers.py,
+or, of the fixtures, compressed-tensors' decompression.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from math import ceil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers.integrations.finegrained_fp8 import Fp8Quantize, _dequantize_fp8_weight
+
+from ep_runtime.tiny import write_tiny_checkpoint
+from tests.ep_runtime.checkpoints import PROMPTS, copy_with_tensors, read_tensors, scratch_directory
+from tests.kernels.quant.writers import (
+    Written,
+    write_gptq,
+    write_modelopt_nvfp4,
+    write_mxfp4_experts,
+)
+
+Tensors = dict[str, Tensor]
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "compressed_tensors"
+FIXTURE_PROMPTS = ((17, 50, 3, 88, 41), (60, 7, 7, 7, 19), (5,))
+BLOCK = 128
+FP8_BLOCK_CONFIG = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [BLOCK, BLOCK],
+}
+_KEPT = ("embed_tokens", "norm", "lm_head", ".gate.weight", "shared_expert_gate", "router", "_bias")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A tiny model and how it is quantised.
+
+    write: name and weight of a linear layer -> what is stored, None for a plain weight.
+    """
+
+    family: str
+    write: Callable[[str, Tensor], Written | None]
+    config: dict[str, Any]
+    sizes: dict[str, Any] = field(default_factory=dict)
+
+
+def blocks_of_128(name: str, weight: Tensor) -> Written:
+    """DeepSeek-V3's layout; the last block of rows and of columns is what is left."""
+    rows, columns = weight.shape
+    scales = torch.empty(ceil(rows / BLOCK), ceil(columns / BLOCK))
+    values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
+    for i, j in torch.cartesian_prod(*(torch.arange(n) for n in scales.shape)).tolist():
+        block = (slice(i * BLOCK, (i + 1) * BLOCK), slice(j * BLOCK, (j + 1) * BLOCK))
+        scales[i, j] = weight[block].abs().max() / 448
+        values[block] = (weight[block] / scales[i, j]).to(torch.float8_e4m3fn)
+    return _read_fp8({".weight": values, ".weight_scale_inv": scales})
+
+
+def by_transformers(name: str, weight: Tensor) -> Written | None:
+    """transformers' writer, which leaves alone what blocks do not divide."""
+    if name.startswith("model.layers.2.mlp.experts"):
+        return None
+    quantizer = SimpleNamespace(
+        quantization_config=SimpleNamespace(weight_block_size=[BLOCK, BLOCK], scale_fmt="float")
+    )
+    write: Any = Fp8Quantize(quantizer)
+    written = write.convert({"x.weight": weight})
+    if len(written) == 1:
+        return None
+    return _read_fp8({name.removeprefix("x"): tensor for name, tensor in written.items()})
+
+
+def one_scale_and_static_activations(name: str, weight: Tensor) -> Written | None:
+    """AutoFP8's layout, with the scale that it calibrated for the activations."""
+    if "shared_expert" in name:
+        return None
+    scale = weight.abs().max() / 448
+    values = (weight / scale).to(torch.float8_e4m3fn)
+    return _read_fp8({".weight": values, ".weight_scale": scale, ".input_scale": torch.tensor(0.1)})
+
+
+def _read_fp8(tensors: Tensors) -> Written:
+    scale = tensors.get(".weight_scale_inv", tensors.get(".weight_scale"))
+    assert scale is not None
+    block = [BLOCK, BLOCK] if scale.ndim else None
+    weight = _dequantize_fp8_weight(tensors[".weight"], scale, block, torch.float32)
+    return Written(tensors, weight, {})
+
+
+def gptq_with_act_order(name: str, weight: Tensor) -> Written | None:
+    """int4, asymmetric, desc_act; 8 bits in the attention, and nothing of the shared expert."""
+    if "shared_expert" in name:
+        return None
+    generator = torch.Generator().manual_seed(weight.shape[1])  # gate and up have one order
+    return write_gptq(
+        weight,
+        bits=8 if "self_attn" in name else 4,
+        group_size=32,
+        is_symmetric=False,
+        order=torch.randperm(weight.shape[1], generator=generator),
+    )
+
+
+def modelopt_nvfp4(name: str, weight: Tensor) -> Written | None:
+    return None if "self_attn" in name else write_modelopt_nvfp4(weight)
+
+
+def mxfp4_experts(name: str, weight: Tensor) -> Written | None:
+    """gpt-oss' experts, whose plain tensors are transposed."""
+    if "experts" not in name:
+        return None
+    written = write_mxfp4_experts(weight.transpose(1, 2))
+    return Written(written.tensors, written.weight.transpose(1, 2), written.config)
+
+
+_RECIPES = {
+    # Sizes that 128 does not divide: gate and up have blocks of their own, the last one partial.
+    "deepseek_v3_fp8_block": Recipe(
+        "deepseek_v3",
+        blocks_of_128,
+        FP8_BLOCK_CONFIG,
+        {"hidden_size": 160, "moe_intermediate_size": 136, "intermediate_size": 144},
+    ),
+    # Layer 0 is dense, the experts of layer 1 are quantised, those of layer 2 are not.
+    "qwen3_moe_fp8_block_but_a_layer": Recipe(
+        "qwen3_moe",
+        by_transformers,
+        {
+            **FP8_BLOCK_CONFIG,
+            "modules_to_not_convert": ["lm_head", "mlp.gate", "model.layers.2.mlp.experts"],
+        },
+        {"layers": 3, "hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 4},
+    ),
+    "qwen2_moe_fp8_tensor_static": Recipe(
+        "qwen2_moe",
+        one_scale_and_static_activations,
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "static",
+            "ignored_layers": [
+                f"model.layers.{layer}.mlp.shared_expert.{part}"
+                for layer in range(2)
+                for part in ("gate_proj", "up_proj", "down_proj")
+            ],
+        },
+    ),
+    "qwen2_moe_gptq_act_order": Recipe(
+        "qwen2_moe",
+        gptq_with_act_order,
+        {
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": 32,
+            "sym": False,
+            "desc_act": True,
+            "checkpoint_format": "gptq_v2",
+            "dynamic": {"-:.*shared_expert.*": {}, r"+:.*\.self_attn\..*": {"bits": 8}},
+        },
+    ),
+    "deepseek_v3_nvfp4": Recipe(
+        "deepseek_v3",
+        modelopt_nvfp4,
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "ignore": ["lm_head", "model.layers.*.self_attn*"],
+        },
+    ),
+    "gpt_oss_mxfp4": Recipe(
+        "gpt_oss",
+        mxfp4_experts,
+        {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+        },
+        {"intermediate_size": 32},
+    ),
+}
+WRITTEN = tuple(_RECIPES)
+FROM_OTHERS = ("qwen3_moe_fp8_block", "mixtral_fp8_dynamic")
+
+
+def quantized_checkpoint(name: str) -> Path:
+    return FIXTURES / name if name in FROM_OTHERS else _write(name)[0]
+
+
+@cache
+def _write(name: str) -> tuple[Path, Path]:
+    """The quantised checkpoint, and a plain one of the same weights in float32."""
+    recipe = _RECIPES[name]
+    folder = scratch_directory() / "quantized" / name
+    source = write_tiny_checkpoint(recipe.family, folder / "source", **recipe.sizes)
+    stored: Tensors = {}
+    plain: Tensors = {}
+    for key, tensor in read_tensors(source).items():
+        is_linear = tensor.ndim > 1 and not any(part in key for part in _KEPT)
+        written = recipe.write(key, tensor) if is_linear else None
+        plain[key] = tensor if written is None else written.weight
+        for suffix, one in ({"": tensor} if written is None else written.tensors).items():
+            stored[(key if suffix[:1] in ("", "_") else key.removesuffix(".weight")) + suffix] = one
+    path = copy_with_tensors(source, folder / "quantized", stored)
+    set_quantization(path, recipe.config)
+    return path, copy_with_tensors(source, folder / "plain", plain)
+
+
+def set_quantization(path: Path, config: dict[str, Any] | None) -> None:
+    """Replace `quantization_config` in config.json."""
+    values = json.loads((path / "config.json").read_text())
+    values["quantization_config"] = config
+    (path / "config.json").write_text(json.dumps(values))
+
+
+def prompts_of(name: str) -> tuple[tuple[int, ...], ...]:
+    return FIXTURE_PROMPTS if name in FROM_OTHERS else PROMPTS
+
+
+@cache
+@torch.no_grad()
+def expected_logits(name: str) -> tuple[Tensor, ...]:
+    """[n, vocab] float32 of each prompt, by a model of the dequantised weights."""
+    if name in FROM_OTHERS:
+        stored = load_file(FIXTURES / name / "expected.safetensors")
+        return tuple(stored[f"prompt_{i}"] for i in range(len(FIXTURE_PROMPTS)))
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(_write(name)[1], dtype=torch.float32)
+    return tuple(model(input_ids=torch.tensor([prompt])).logits[0] for prompt in PROMPTS)
