@@ -35,7 +35,13 @@ from ep_runtime.all2all.base import (
 from ep_runtime.all2all.collectives import Collective, host_device, start_all_to_all
 from ep_runtime.all2all.expert_ids import look_up
 from ep_runtime.all2all.routing_message import pack_routing, unpack_routing
-from ep_runtime.kernels.base import ExpertInput, InputFormat, StandardExpertInput
+from ep_runtime.kernels.base import (
+    Concurrency,
+    ConcurrencyRule,
+    ExpertInput,
+    InputFormat,
+    StandardExpertInput,
+)
 
 
 @dataclass(frozen=True)
@@ -144,6 +150,13 @@ class AllToAllBackend:
         combine_bias=CombineBias.NONE,
         uneven_experts=True,
         supports_cuda_graph=False,
+        communication=ConcurrencyRule(
+            None,
+            Concurrency.CERTIFIED,
+            "tests/ep_runtime/test_audit_streams.py"
+            "::test_the_real_code_orders_everything_under_every_schedule",
+            owns="each call's buffers, held by its Pending; NCCL's streams, one set a group",
+        ),
     )
 
     def __init__(self, group: EPGroup, shape: BackendShape) -> None:

@@ -7,13 +7,13 @@ Every rank of the EP group makes the same calls in the same order, also with T =
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ep_runtime.kernels.base import ExpertInput, InputFormat
+from ep_runtime.kernels.base import NEVER_REVIEWED, ConcurrencyRule, ExpertInput, InputFormat
 from ep_runtime.kernels.quant.scheme import RowScheme
 
 ValueT = TypeVar("ValueT")
@@ -116,9 +116,12 @@ class BackendCapabilities:
     gathers_rows: it is a GatheringBackend, so a monolithic kernel can run behind it.
     needs_peer_access: ranks reach each other's memory: one host, every two devices on NVLink.
     auto_max_tokens: `auto` takes it up to this max_tokens_per_rank; None for any.
-    receive_bytes: (shape, ep_rank) -> device memory that received rows take, at most.
+    receive_bytes: (shape, ep_rank) -> device memory that received rows take, at most; once for
+    all layers of that shape.
     max_ep_size, ep_sizes, max_top_k, max_hidden_size: None for any. dtypes: of a layer's rows.
     row_schemes: how dispatch can send them.
+    communication: the certificate of what it has in flight beside the shared expert; the plan goes
+    by supports_async.
     """
 
     name: str
@@ -140,6 +143,7 @@ class BackendCapabilities:
     needs_peer_access: bool = False
     auto_max_tokens: int | None = None
     receive_bytes: Callable[[BackendShape, int], int] = landed_bytes
+    communication: ConcurrencyRule = NEVER_REVIEWED[0]
 
     @property
     def weights_in_combine(self) -> bool:
@@ -197,6 +201,9 @@ class EPGroup:
     process_group: None where size is 1. check: raises RankFailure once some rank has failed;
     host waits call it while they poll. check_wait: called with the seconds that a host has waited
     for the group's ranks: raises RankFailure too once one of them has ended and will never come.
+    abort: [1] int64 in memory that the host writes and the device reads (pinned, on CUDA), not 0
+    once `check` would raise, for waits on the device; None where nobody watches. shared: what the
+    group's backends have in common, under names of their own.
     """
 
     process_group: dist.ProcessGroup | None
@@ -205,6 +212,8 @@ class EPGroup:
     device: torch.device
     check: Callable[[], None] = field(default=_nobody_failed, compare=False)
     check_wait: Callable[[float], None] = field(default=_nobody_ended, compare=False)
+    abort: Tensor | None = field(default=None, compare=False)
+    shared: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,13 @@ from ep_runtime.all2all.deepep_package import (
     refuse_unfit_shape,
 )
 from ep_runtime.all2all.expert_ids import look_up
-from ep_runtime.kernels.base import ExpertInput, InputFormat, StandardExpertInput
+from ep_runtime.kernels.base import (
+    Concurrency,
+    ConcurrencyRule,
+    ExpertInput,
+    InputFormat,
+    StandardExpertInput,
+)
 
 ROW_UNIT_BYTES = 512
 MAX_TOP_K = 32  # one lane of a warp a slot
@@ -129,6 +135,12 @@ class DeepEPHighThroughputBackend:
         dtypes=frozenset({torch.bfloat16}),
         ep_sizes=frozenset({1, 2, 4, 8}),
         max_top_k=MAX_TOP_K,
+        communication=ConcurrencyRule(
+            None,
+            Concurrency.UNSAFE,
+            "never reviewed: DeepEP's kernels hold multiprocessors while they wait for peers, and "
+            "no test here runs them beside a shared expert",
+        ),
     )
 
     def __init__(self, group: EPGroup, shape: BackendShape) -> None:

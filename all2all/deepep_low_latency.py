@@ -49,7 +49,13 @@ from ep_runtime.all2all.deepep_package import (
     refuse_unfit_shape,
 )
 from ep_runtime.all2all.expert_ids import look_up
-from ep_runtime.kernels.base import BatchedExpertInput, ExpertInput, InputFormat
+from ep_runtime.kernels.base import (
+    BatchedExpertInput,
+    Concurrency,
+    ConcurrencyRule,
+    ExpertInput,
+    InputFormat,
+)
 from ep_runtime.kernels.errors import CapacityError, PlanError
 from ep_runtime.kernels.quant.scheme import RowScheme
 
@@ -140,6 +146,12 @@ class DeepEPLowLatencyBackend:
         ep_sizes=frozenset({1, 2, 4, 8}),
         max_top_k=MAX_TOP_K,
         max_hidden_size=HIDDEN_SIZES[-1],
+        communication=ConcurrencyRule(
+            None,
+            Concurrency.UNSAFE,
+            "never reviewed: DeepEP's kernels hold multiprocessors while they wait for peers, and "
+            "no test here runs them beside a shared expert",
+        ),
     )
 
     def __init__(self, group: EPGroup, shape: BackendShape) -> None:

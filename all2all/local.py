@@ -17,7 +17,13 @@ from ep_runtime.all2all.base import (
     RoutedTokens,
 )
 from ep_runtime.all2all.expert_ids import local_expert_map, look_up
-from ep_runtime.kernels.base import ExpertInput, InputFormat, StandardExpertInput
+from ep_runtime.kernels.base import (
+    Concurrency,
+    ConcurrencyRule,
+    ExpertInput,
+    InputFormat,
+    StandardExpertInput,
+)
 from ep_runtime.kernels.errors import ConfigError
 
 
@@ -32,6 +38,13 @@ class LocalBackend:
         uneven_experts=True,
         supports_cuda_graph=True,
         max_ep_size=1,
+        communication=ConcurrencyRule(
+            None,
+            Concurrency.CERTIFIED,
+            "tests/ep_runtime/test_audit_streams.py"
+            "::test_the_real_code_orders_everything_under_every_schedule",
+            owns="nothing; it launches no communication",
+        ),
     )
 
     def __init__(self, group: EPGroup, shape: BackendShape) -> None:

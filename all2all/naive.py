@@ -30,7 +30,13 @@ from ep_runtime.all2all.base import (
 from ep_runtime.all2all.collectives import start_all_gather, start_reduce_scatter
 from ep_runtime.all2all.expert_ids import local_expert_map, look_up
 from ep_runtime.all2all.routing_message import pack_routing, unpack_routing
-from ep_runtime.kernels.base import ExpertInput, InputFormat, StandardExpertInput
+from ep_runtime.kernels.base import (
+    Concurrency,
+    ConcurrencyRule,
+    ExpertInput,
+    InputFormat,
+    StandardExpertInput,
+)
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,13 @@ class NaiveBackend:
         uneven_experts=True,
         supports_cuda_graph=True,
         gathers_rows=True,
+        communication=ConcurrencyRule(
+            None,
+            Concurrency.CERTIFIED,
+            "tests/ep_runtime/test_audit_streams.py"
+            "::test_the_real_code_orders_everything_under_every_schedule",
+            owns="each call's buffers, joined before it returns; NCCL's streams, one set a group",
+        ),
     )
 
     def __init__(self, group: EPGroup, shape: BackendShape) -> None:

@@ -2,7 +2,9 @@
 
 Words. A *slot* is a receive buffer, a result buffer and arrival counters, laid out alike in the
 memory of every rank (kernels/symm_channel.py). P ranks, M = max_tokens_per_rank; both buffers hold
-P * M rows, so no routing overflows them, and nothing grows after construction.
+P * M rows, so no routing overflows them, and nothing grows after construction. All backends of a
+context (one for each shape of its layers) take turns in one pair of slots, unless one is built
+later that is larger than the pair (all2all/symmetric_slots.py).
 
 Wire protocol of one call in one slot, seen from rank s:
 
@@ -40,16 +42,34 @@ Both arguments need an arrival from every rank in every phase. That is why a ran
 arrives too, and why a rank without rows waits as well. A counter can be at most one call ahead of
 its reader, and waits ask for "at least", so being ahead is harmless.
 
+Why backends of different shapes may take turns in a slot. Both arguments are about whole buffers
+and successive calls, and nowhere about what lies where in a buffer: calls n-1 and n may be laid out
+differently, as long as
+- the counters and the epoch are the slot's own: no shape moves them, and every call counts;
+- the border between the two buffers is the slot's own too (`SlotSpace`): d may still be summing
+  call n-1 from its result buffer when s sends it the rows of call n, so no shape's rows may lie
+  where another shape's results do;
+- nothing is read in call n that was not written in call n. Ids and origins are written for every
+  received row, and joined before they are read; weights, rows and scales are read only where the
+  id says that they were sent, and results only from ranks that hold one of the row's experts. The
+  rest of the memory may hold the numbers of another shape, NaN among them, and is masked;
+- views of what was received end with their call: they may be read by what is launched before the
+  call's combine, and not after it; what experts return is memory of their own, which is read until
+  the join. After the combine another layer's rows may come.
+Slots are taken in the order of calls, whichever backend makes them: the same on every rank.
+
 Why two buffers suffice. One receive and one result buffer serve any number of calls one after
 another: each phase of a call is the other's permission to write. The second slot is there so that
 a call may be dispatched before the combine of the one before it is joined. A call takes the first
 free slot and holds it from dispatch to the join of its combine; all ranks make the same calls in
-the same order, so they take the same slot. A third call in flight is refused.
+the same order, so they take the same slot. A third call in flight, of whatever backend, is refused.
+The calls of a context's layers are made on one stream, or on streams that the caller orders.
 
 Graphs. The host bakes addresses and row counts into a launch, which are static under capture;
 nothing else. Targets come from the epoch on the device, which the join of dispatch alone advances,
-so a graph can be replayed any number of times, with other routing, between eager calls too. All
-ranks replay the same graphs in the same order.
+so a graph can be replayed any number of times, with other routing, between eager calls too, with as
+many calls in flight (none, as a rule) as when it was captured. All ranks replay the same graphs in
+the same order.
 
 Streams. Puts of at least `comm_stream_bytes` go to a communication stream, behind the current one,
 with a bounded number of programs; smaller ones stay on the current stream, which saves two events:
@@ -62,17 +82,20 @@ Host. What is the same in every call (addresses, sizes, compiled kernels, events
 Where it waits: on the device, in the joins; never on the host on CUDA. On a CPU (Triton's
 interpreter) the join is the wait, in slices between which `group.check()` is asked.
 
-When a peer does not come. A wait lasts at most `wait_limit_s`. Then it writes (phase, peer, epoch)
-to memory that the host reads without waiting, marks the rank as failed, and goes on. A failed rank
-waits no more, puts nothing any more (it does not know whether its peers still read what it would
-overwrite), and its outputs are NaN. So whoever waits for it fails too, and no rank sums what was
-computed from rows that never came. The next call, `check()` and `close()` raise RankFailure, which
-names the peer.
+When a peer does not come. A wait lasts at most `wait_limit_s`, and ends within milliseconds once
+the host knows of a failed rank: it sets the group's abort word, in its own memory, at which every
+wait looks now and then. A wait that ends so writes (phase, peer, epoch) to memory that the host
+reads without waiting, marks the rank as failed, and goes on. A failed rank waits no more, puts
+nothing any more (it does not know whether its peers still read what it would overwrite), and its
+outputs are NaN. So whoever waits for it fails too, and no rank sums what was computed from rows
+that never came. The mark is the slots', so it holds for every backend in them. The next call,
+`check()` and `close()` raise RankFailure, which names the failed rank and its reason where the host
+knows them, else the peer that was waited for.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -87,15 +110,16 @@ from ep_runtime.all2all.base import (
     RoutedTokens,
 )
 from ep_runtime.all2all.comm_stream import CommStream
-from ep_runtime.all2all.symmetric_buffer import SymmetricBuffer, open_symmetric_buffer
-from ep_runtime.kernels.base import InputFormat, StandardExpertInput
+from ep_runtime.all2all.symmetric_buffer import open_symmetric_buffer
+from ep_runtime.all2all.symmetric_slots import NUM_SLOTS as NUM_SLOTS
+from ep_runtime.all2all.symmetric_slots import OpenBuffer, shared_slots
+from ep_runtime.kernels.base import Concurrency, ConcurrencyRule, InputFormat, StandardExpertInput
 from ep_runtime.kernels.errors import CapacityError, PlanError, RankFailure
 from ep_runtime.kernels.interpreter import prepare_launch
 from ep_runtime.kernels.quant.scheme import RowScheme
 from ep_runtime.kernels.symm_channel import (
     Channel,
     ExpertHomes,
-    FailedWait,
     SlotLayout,
     first_received_row,
 )
@@ -103,7 +127,6 @@ from ep_runtime.kernels.symm_put_results import put_results
 from ep_runtime.kernels.symm_put_tokens import put_tokens
 from ep_runtime.kernels.symm_wait import sum_results, wait_for_dispatch, wait_for_results
 
-NUM_SLOTS = 2
 _FP8_CAPABILITY = (8, 9)  # the first GPUs that convert to e4m3
 _SLICE_S = 0.1  # of a wait on a CPU, between two looks at whether a rank has failed
 
@@ -167,7 +190,7 @@ class PendingDispatch:
         self.backend.wait(self, wait_for_dispatch)
 
     def wait(self, bias: Tensor | None = None) -> tuple[StandardExpertInput, SlotCall]:
-        """The received rows: views of the slot, valid until the call's combine is joined."""
+        """The received rows: views of the slot, for what is launched before the call's combine."""
         if bias is not None:
             raise ValueError("symm_mem's dispatch takes no bias")
         self.join()
@@ -215,7 +238,8 @@ class SymmMemBackend:
     """Triton kernels over symmetric memory, for decode and prefill.
 
     Building it is a collective of the group. limits: as `SymmMemLimits`. open_buffer: makes the
-    memory; `open_symmetric_buffer`, or one rank of `virtual_buffers` in a stress test.
+    memory where the group's other backends have none that is large enough; `open_symmetric_buffer`,
+    or one rank of `virtual_buffers` in a stress test.
     dispatch_programs, put_programs: of a dispatch, and of a combine on the current stream.
     """
 
@@ -230,6 +254,14 @@ class SymmMemBackend:
         row_schemes=frozenset(RowScheme),
         needs_peer_access=True,
         receive_bytes=lambda shape, ep_rank: NUM_SLOTS * _slot_layout(shape).num_bytes,
+        communication=ConcurrencyRule(
+            None,
+            Concurrency.CERTIFIED,
+            "tests/all2all/test_symm_mem.py"
+            "::test_the_combine_runs_beside_work_issued_in_its_window",
+            owns="two slots with arrival counters and an epoch, held from dispatch to the join of "
+            "combine; one communication stream and its events",
+        ),
     )
 
     def __init__(
@@ -238,7 +270,7 @@ class SymmMemBackend:
         shape: BackendShape,
         *,
         limits: SymmMemLimits | None = None,
-        open_buffer: Callable[[EPGroup, int], SymmetricBuffer] = open_symmetric_buffer,
+        open_buffer: OpenBuffer = open_symmetric_buffer,
     ) -> None:
         prepare_launch(group.device)
         self.limits = limits or SymmMemLimits()
@@ -250,42 +282,20 @@ class SymmMemBackend:
         self.dispatch_programs = self.put_programs
         if self.limits.put_programs is None and shape.rows is RowScheme.FP8_GROUP:
             self.dispatch_programs *= 2
-        self._comm_stream = CommStream(device, NUM_SLOTS) if self._on_cuda else None
-        self._record = torch.zeros(1, dtype=torch.int64, pin_memory=self._on_cuda)
-        self._record_word = self._record.numpy()  # reading a tensor takes ten times as long
         self._sent_row_bytes = shape.sent_row_bytes
         self._result_row_bytes = shape.hidden_size * shape.dtype.itemsize
-        layout = _slot_layout(shape)
-        self._buffer: SymmetricBuffer | None = open_buffer(group, NUM_SLOTS * layout.num_bytes)
-        self.channels = self._make_channels(layout, self._buffer)
-        self._free_slots = list(range(NUM_SLOTS))
-        self._received: dict[int, tuple[int, StandardExpertInput]] = {}
-
-    def _make_channels(self, layout: SlotLayout, buffer: SymmetricBuffer) -> Sequence[Channel]:
-        device, placement = self._group.device, self.shape.placement
+        layout, placement = _slot_layout(shape), shape.placement
         homes = ExpertHomes(
             torch.tensor(placement.rank_of, dtype=torch.int32, device=device),
             torch.tensor(placement.local_id_of, dtype=torch.int32, device=device),
         )
-        failed = torch.zeros(1, dtype=torch.int64, device=device)
-        channels = []
-        for slot in range(NUM_SLOTS):
-            start = slot * layout.num_bytes
-            peers = [address + start for address in buffer.addresses]
-            channels.append(
-                Channel(
-                    layout=layout,
-                    rank=self._group.rank,
-                    memory=buffer.memory[start : start + layout.num_bytes],
-                    peers=torch.tensor(peers, dtype=torch.int64, device=device),
-                    homes=homes,
-                    epoch=torch.zeros(1, dtype=torch.int64, device=device),
-                    failed=failed,
-                    record=self._record,
-                    wait_limit_ns=int(self.limits.wait_limit_s * 1e9),
-                )
-            )
-        return tuple(channels)
+        self.slots = shared_slots(group, layout.needs, open_buffer)
+        layout = replace(layout, space=self.slots.space)
+        self._comm_stream = self.slots.comm_stream
+        self.channels: Sequence[Channel] = self.slots.enter(
+            layout, homes, int(self.limits.wait_limit_s * 1e9)
+        )
+        self._received: dict[int, tuple[int, StandardExpertInput]] = {}
 
     def prepare(self, tokens: RoutedTokens) -> PreparedTokens:
         """Raises CapacityError where a rank has more rows than the buffers are built for."""
@@ -307,12 +317,7 @@ class SymmMemBackend:
     def dispatch(self, prepared: PreparedTokens) -> PendingDispatch:
         """Issue the rows. Raises RankFailure once a wait has run out or some rank has failed."""
         self.check()
-        if not self._free_slots:
-            raise RuntimeError(
-                f"symm_mem has {NUM_SLOTS} calls in flight, which is its limit; wait for the "
-                f"combine of one before dispatching the next"
-            )
-        slot = self._free_slots.pop(0)
+        slot = self.slots.take()
         handle = SlotCall(slot, prepared.topk_ids, prepared.first_row, prepared.num_received)
         sent_bytes = prepared.hidden_states.shape[0] * self._sent_row_bytes
         comm_stream = self._comm_stream_for(sent_bytes)
@@ -359,21 +364,27 @@ class SymmMemBackend:
     def check(self) -> None:
         """Raise RankFailure once a wait of this rank has run out, or some rank has failed."""
         self._group.check()
-        failed = FailedWait.from_record(int(self._record_word[0]))
-        if failed is not None:
-            raise RankFailure(
-                f"{self._name(self._group.rank)} waited {self.limits.wait_limit_s:g} s for "
-                f"{self._name(failed.peer)} in {failed.phase} of call {failed.epoch} of symm_mem; "
-                f"it is gone or far behind. Outputs since then are NaN"
-            )
+        failed = self.slots.failed_wait()
+        if failed is None:
+            return
+        how = f"waited {self.limits.wait_limit_s:g} s for"
+        why = "it is gone or far behind"
+        if failed.is_aborted:
+            how, why = "no longer waits for", "a rank has failed"
+        raise RankFailure(
+            f"{self._name(self._group.rank)} {how} {self._name(failed.peer)} in {failed.phase} of "
+            f"call {failed.epoch} of symm_mem; {why}. Outputs since then are NaN"
+        )
 
     def close(self) -> None:
-        """Release the memory, behind all that is in flight. Raises as `check`."""
+        """Leave the slots, behind all that is in flight; the last backend's leaving releases them.
+        Idempotent. Raises as `check`."""
         if self._comm_stream is not None:
             torch.cuda.synchronize(self._group.device)
+        if self.channels:
+            self.slots.leave()
         self.channels = ()
         self._received.clear()
-        self._buffer = None
         self.check()
 
     def wait(
@@ -418,7 +429,7 @@ class SymmMemBackend:
             bias=bias,
             is_joined=is_joined,
         )
-        self._free_slots = sorted([*self._free_slots, handle.slot])
+        self.slots.give_back(handle.slot)
         return output
 
     def _comm_stream_for(self, num_bytes: int) -> CommStream | None:
@@ -435,15 +446,19 @@ class SymmMemBackend:
 
     def _wait_in_slices(self, channel: Channel, launch_wait: Callable[..., None]) -> None:
         """A CPU's wait: the same kernel, stopped now and then to see whether a rank has failed."""
-        deadline = time.monotonic() + self.limits.wait_limit_s
+        started = time.monotonic()
         while True:
-            left = deadline - time.monotonic()
-            launch_wait(channel, limit_ns=int(max(min(left, _SLICE_S), 0.0) * 1e9))
-            if int(self._record_word[0]) == 0 or left <= _SLICE_S:
+            waited_s = time.monotonic() - started
+            left_s = self.limits.wait_limit_s - waited_s
+            launch_wait(channel, limit_ns=int(max(min(left_s, _SLICE_S), 0.0) * 1e9))
+            failed = self.slots.failed_wait()
+            if failed is None:
                 return
-            channel.failed.zero_()
-            self._record.zero_()
             self._group.check()
+            self._group.check_wait(waited_s)
+            if failed.is_aborted or left_s <= _SLICE_S:
+                return
+            self.slots.forget_failed_wait()
 
     def _name(self, ep_rank: int) -> str:
         """A rank as users count them, and its place in the EP group."""

@@ -71,7 +71,7 @@ def read_compressed_tensors(
 
 def _group_format(key: str, group: Mapping[str, Any], common: Any) -> WeightFormat:
     name = group.get("format") or common
-    if name not in _READERS:
+    if not isinstance(name, str) or name not in _READERS:
         raise ConfigError(
             f"quantization_config.{key}.format ({name!r}) is not supported; it must be one of: "
             f"{', '.join(_READERS)}"

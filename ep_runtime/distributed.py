@@ -15,6 +15,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
@@ -66,6 +67,7 @@ class EPContext:
         self._is_closed = self._has_ended = False
         self._step: RowCounts | None = None
         self._num_layers = 0
+        self._abort: Tensor | None = None
         self._backends: dict[tuple[str, BackendShape], All2AllBackend[Any, Any]] = {}
         self._watch = FailureWatch(
             rendezvous.private_store("watch"),
@@ -73,7 +75,7 @@ class EPContext:
             world_size=self.world_size,
             store_host=rendezvous.store_host,
             limits=limits,
-            on_failure=self._abort_communicators,
+            on_failure=self._abort_waits,
         )
         atexit.register(self._close_at_exit)
         try:
@@ -86,6 +88,8 @@ class EPContext:
         parallel = self.parallel
         place = place_process(parallel, rendezvous, self._watch, start_timeout_s)
         self.device = place.device
+        self._abort = torch.zeros(1, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        self._watch.check()  # of what failed before there was a word to say so
         if self.world_size > 1:
             _use_default_group(
                 lambda: dist.init_process_group(
@@ -109,6 +113,7 @@ class EPContext:
                 self.device,
                 self._check_open,
                 partial(self._watch.check_wait, members),
+                self._abort,
             )
 
         self.ep_group = view(groups.ep, parallel.ep_size)
@@ -262,7 +267,10 @@ class EPContext:
             if self._watch.failure is not None:
                 _bound_interpreter_exit()  # registered too late to be called
 
-    def _abort_communicators(self) -> None:
+    def _abort_waits(self) -> None:
+        """End what would wait for a failed rank: kernels, then communicators."""
+        if self._abort is not None:
+            self._abort.numpy()[0] = 1  # no torch call: CUDA may be what is blocked
         if self._groups is not None:
             abort_communicators(self._groups)
 

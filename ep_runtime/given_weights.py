@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ep_runtime.kernels.errors import ConfigError
-from ep_runtime.kernels.quant.scheme import QuantizedTensor, QuantScheme
+from ep_runtime.kernels.quant.scheme import QuantizedTensor, QuantScheme, WeightScheme
 from ep_runtime.kernels.quant.storage import StoredShape, take_experts, tensors_of
 
 _LOADABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -78,16 +78,31 @@ def own_experts(
             )
         _check_shape(label, tensor, [num_experts, *wanted.shape])
     own = tensors_of(take_experts(given, experts))
-    for key in ("scales", "global_scales"):
-        if key not in own or not own[key].is_floating_point():
+    for key, tensor in own.items():
+        reason = _VALUE_FAULTS.get(key)
+        if reason is None:
             continue
-        is_wrong = ~torch.isfinite(own[key].float().flatten(1)).all(dim=1)
+        is_wrong = _is_wrong(key, tensor.to(shapes[key].dtype), scheme)
         for local_id in is_wrong.nonzero().flatten().tolist()[:1]:
-            raise ConfigError(
-                f"{_key(name, key)} of expert {experts[local_id]} has a scale that is NaN or "
-                f"infinite"
-            )
+            raise ConfigError(f"{_key(name, key)} of expert {experts[local_id]} {reason}")
     return own
+
+
+_VALUE_FAULTS = {
+    "scales": "has a scale that is NaN or infinite",
+    "global_scales": "has a scale that is NaN or infinite",
+    "input_order": "must name every column once",
+}
+
+
+def _is_wrong(key: str, tensor: Tensor, scheme: QuantScheme) -> Tensor:
+    """[E] whether an expert's tensor, in the dtype that the layer keeps, cannot be right."""
+    if key == "input_order":
+        columns = torch.arange(tensor.shape[1], dtype=tensor.dtype, device=tensor.device)
+        return (tensor.sort(dim=1).values != columns).any(dim=1)
+    if scheme.weight is WeightScheme.MXFP4:
+        tensor = tensor.view(torch.float8_e8m0fnu)
+    return ~torch.isfinite(tensor.float().flatten(1)).all(dim=1)
 
 
 def _key(name: str, key: str) -> str:

@@ -1,6 +1,6 @@
 """One MoE layer on one rank: what a user builds, loads and calls."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -13,6 +13,7 @@ from ep_runtime.config import MoEConfig, SharedExpertsConfig
 from ep_runtime.distributed import EPContext, tp_slice
 from ep_runtime.given_weights import is_wanted, own_experts
 from ep_runtime.kernels.base import (
+    Experts,
     ExpertWeights,
     ModularExperts,
     MonolithicExperts,
@@ -31,6 +32,7 @@ from ep_runtime.modular_kernel import ModularKernel
 from ep_runtime.monolithic_kernel import MonolithicKernel
 from ep_runtime.phases import PhaseTimer
 from ep_runtime.plan import Plan, resolve_plan
+from ep_runtime.prepared_weights import named_tensors, without_stored
 from ep_runtime.router import Router
 from ep_runtime.runner import MoERunner
 from ep_runtime.shared_expert import SharedExpert
@@ -75,7 +77,8 @@ class MoELayer(nn.Module):
     w2: [E_local, H, I]; w13_bias, w2_bias: [E_local, 2I], [E_local, H] or None, in the layer's
     dtype; local expert i is global expert `local_expert_ids[i]`. With `moe.quantization` w13 and w2
     hold the stored values, and w13_quant, w2_quant (else None) what belongs to them, as
-    `QuantizedTensor` says.
+    `QuantizedTensor` says. Once loaded, those that the kernel keeps in a form of its own are here
+    without memory (on meta); `load_experts` brings them back to load others.
     """
 
     def __init__(
@@ -157,12 +160,36 @@ class MoELayer(nn.Module):
         """Of `w13` or `w2`, to be filled in place: `values`, and of a quantised layer what belongs
         to them under its name in `QuantParameters`; each [E_local, ...]."""
         names = self._shapes13 if projection == "w13" else self._shapes2
-        return {
+        tensors = {
             name: cast(
                 Tensor, getattr(self, projection if name == "values" else f"{projection}_{name}")
             )
             for name in names
         }
+        self._refuse_without_memory(tensors.values())
+        return tensors
+
+    def _refuse_without_memory(self, tensors: Iterable[Tensor]) -> None:
+        if any(tensor.is_meta for tensor in tensors):
+            raise ConfigError(
+                f"the experts' weights are loaded, and experts {self.plan.experts} keeps them in "
+                f"a form of its own; call load_experts to replace them"
+            )
+
+    @property
+    def experts(self) -> Experts:
+        """The kernel."""
+        return self._experts
+
+    @property
+    def expert_weights(self) -> ExpertWeights:
+        """The weights as the kernel takes them. Raises ConfigError before they are loaded."""
+        if self._weights is None:
+            raise ConfigError(
+                "the layer has no weights yet; call load_experts, or finish_loading after filling "
+                "w13, w2 and the rest in place"
+            )
+        return self._weights
 
     @property
     def w13_quant(self) -> QuantParameters | None:
@@ -261,24 +288,31 @@ class MoELayer(nn.Module):
             whole.append((f'shared["{name}"]', target, shared.get(name)))
         wanted_owned = [t for t in owned if is_wanted(*t, num_experts=num_experts)]
         wanted_whole = [t for t in whole if is_wanted(*t)]
+        if any(parameter.is_meta for parameter in self.parameters()):
+            self._weights = None  # the new ones take their memory
+            self._allocate_weights(self.moe, self.ctx.device)
         for name, tensors in stored:
             places = self.expert_tensors(name)
             for key, tensor in tensors.items():
                 places[key].copy_(tensor)
-        for _, target, given in wanted_owned:
-            target.copy_(given[mine])
+        for name, _, given in wanted_owned:
+            getattr(self, name).copy_(given[mine])
         for _, target, given in wanted_whole:
             target.copy_(given)
         self.finish_loading()
 
     @torch.no_grad()
     def finish_loading(self) -> None:
-        """Bring the weights, which were filled in place, into the kernel's layout."""
-        self._weights = self._experts.prepare_weights(
-            ExpertWeights(
-                self.w13, self.w2, self.w13_bias, self.w2_bias, self.w13_quant, self.w2_quant
-            )
-        )
+        """Bring the weights, which were filled in place, into the kernel's layout.
+
+        Of a tensor that the kernel copied only its copy stays; see `without_stored`.
+        """
+        w13, w2 = self.expert_tensors("w13")["values"], self.expert_tensors("w2")["values"]
+        stored = ExpertWeights(w13, w2, self.w13_bias, self.w2_bias, self.w13_quant, self.w2_quant)
+        self._refuse_without_memory(named_tensors(stored).values())
+        self._weights = self._experts.prepare_weights(stored)
+        for name, parameter in without_stored(stored, self._weights).items():
+            setattr(self, name, parameter)
 
     @torch.no_grad()
     def forward(
@@ -296,11 +330,7 @@ class MoELayer(nn.Module):
         nor scaled. Both or neither; without them the layer's router decides.
         A collective of the EP group (and of the TP group): every rank calls, in the same order.
         """
-        if self._weights is None:
-            raise ConfigError(
-                "the layer has no weights yet; call load_experts, or finish_loading after filling "
-                "w13, w2 and the rest in place"
-            )
+        weights = self.expert_weights
         self._check_input(hidden_states)
         routing = self._given_routing(hidden_states, topk_ids, topk_weights)
         num_tokens = hidden_states.shape[0]
@@ -310,7 +340,7 @@ class MoELayer(nn.Module):
             routing = Routing(routing.topk_ids[own], routing.topk_weights[own])
         output = self._runner.run(
             hidden_states[own].contiguous(),
-            self._weights,
+            weights,
             expert_map=self._expert_map,
             routing=routing,
             rows_per_rank=rows_per_rank,

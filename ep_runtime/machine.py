@@ -26,6 +26,7 @@ class Machine:
     device_memory_bytes: of one device; None where unknown, and no part of a plan's digest.
     packages: importable optional ones. num_devices: CUDA devices of one host, 0 on a CPU.
     nvlink: whether NVLink joins every two of them; None where that could not be asked.
+    compute_capability: of the CUDA device, (9, 0) for sm_90; None on a CPU and where unknown.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Machine:
     packages: tuple[str, ...] = ()
     num_devices: int = 0
     nvlink: bool | None = None
+    compute_capability: tuple[int, int] | None = None
 
     @classmethod
     def detect(cls, device_type: str) -> "Machine":
@@ -50,6 +52,7 @@ class Machine:
                 packages=packages,
                 num_devices=torch.cuda.device_count(),
                 nvlink=_all_joined_by_nvlink(torch.cuda.device_count()),
+                compute_capability=(properties.major, properties.minor),
             )
         return cls(
             name="cpu", device_type="cpu", triton=_triton_mode(on_cpu=True), packages=packages
@@ -78,6 +81,7 @@ class Machine:
             raise ConfigError(
                 f"machine.triton is {values['triton']!r}; choose one of: {', '.join(TritonMode)}"
             )
+        capability = values.get("compute_capability")
         return cls(
             name=values["name"],
             device_type=values["device_type"],
@@ -86,10 +90,15 @@ class Machine:
             packages=tuple(values.get("packages", ())),
             num_devices=values.get("num_devices", 0),
             nvlink=values.get("nvlink"),
+            compute_capability=None if capability is None else (capability[0], capability[1]),
         )
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"packages": list(self.packages)}
+        capability = self.compute_capability
+        return asdict(self) | {
+            "packages": list(self.packages),
+            "compute_capability": None if capability is None else list(capability),
+        }
 
 
 PRESETS = {
@@ -101,6 +110,7 @@ PRESETS = {
         device_memory_bytes=143_771 * 2**20,  # nvidia-smi's 143771 MiB
         num_devices=8,
         nvlink=True,
+        compute_capability=(9, 0),
     ),
 }
 

@@ -72,7 +72,11 @@ def load_model(
         )
         agree_plan(plans[moe], ctx.step_group)
     skeleton = opened.skeleton
-    layers = {i: MoELayer(moe, ctx, plan=plans[moe]) for i, moe in opened.moe_of_layer.items()}
+    # The layers that receive most come first: the backends of the others find room beside theirs.
+    most_bytes = {moe: max(b.receive for b in plan.bytes_per_rank) for moe, plan in plans.items()}
+    largest_first = sorted(opened.moe_of_layer.items(), key=lambda item: -most_bytes[item[1]])
+    built = {i: MoELayer(moe, ctx, plan=plans[moe]) for i, moe in largest_first}
+    layers = {i: built[i] for i in opened.moe_of_layer}
     with opened.reader:
         report, reports = _agree(
             ctx,

@@ -23,7 +23,7 @@ from ep_runtime.ownership import (
     decide_ownership,
 )
 from ep_runtime.placement import place_experts
-from ep_runtime.selection import Rejection, choose_kernels
+from ep_runtime.selection import Rejection, choose_kernels, experts_shape
 from ep_runtime.shared_expert import SharedExpert
 
 
@@ -33,7 +33,8 @@ class RankBytes:
 
     experts: this rank's weights as they are stored, scales and what else belongs to them included.
     router (float32), shared: on every rank. receive: the most that
-    landed rows, ids and weights take in one round; of batched rows, capacity and counts.
+    landed rows, ids and weights take in one round; of batched rows, capacity and counts; layers of
+    equal shape have it in common, and with symm_mem those of other shapes too.
     workspace: the kernel's scratch, one for all layers.
     """
 
@@ -60,6 +61,13 @@ class Plan:
     rejections: tuple[Rejection, ...]
     bytes_per_rank: tuple[RankBytes, ...]
 
+    @property
+    def multiplies_fp8_rows(self) -> bool:
+        """Whether rows are quantised to fp8 on their way, or by the kernel."""
+        kernel = experts_class(self.experts).capabilities
+        by_kernel = self.moe.quantization.weight in kernel.fp8_products
+        return by_kernel or self.rows is RowScheme.FP8_GROUP
+
     def regime(self, num_tokens: int) -> Regime:
         """The shared expert's schedule for a call in which no rank has more rows than that."""
         return self.ownership.regime(num_tokens)
@@ -70,7 +78,7 @@ class Plan:
 
     def experts_shape(self, ep_rank: int) -> ExpertsShape:
         """What the experts kernel of a rank is built for."""
-        return _experts_shape(self.moe, self.placement.num_local_experts(ep_rank))
+        return experts_shape(self.moe, self.placement.num_local_experts(ep_rank))
 
     def backend_shape(self) -> BackendShape:
         """What the backend is built for."""
@@ -204,20 +212,6 @@ def _backend_shape(
     )
 
 
-def _experts_shape(moe: MoEConfig, num_local_experts: int) -> ExpertsShape:
-    return ExpertsShape(
-        num_local_experts=num_local_experts,
-        hidden_size=moe.hidden_size,
-        intermediate_size=moe.moe_intermediate_size,
-        top_k=moe.top_k,
-        activation=moe.experts_activation(),
-        dtype=moe.torch_dtype,
-        has_bias=moe.expert_bias,
-        scheme=moe.quantization,
-        num_experts=moe.num_experts,
-    )
-
-
 def _rank_bytes(
     moe: MoEConfig, experts: str, shape: BackendShape, receive_bytes: int, ep_rank: int
 ) -> RankBytes:
@@ -234,7 +228,7 @@ def _rank_bytes(
     if moe.shared_expert_gate:
         shared += hidden
     rows = shape.placement.ep_size * shape.max_tokens_per_rank
-    kernel = experts_class(experts)(_experts_shape(moe, num_local_experts))
+    kernel = experts_class(experts)(experts_shape(moe, num_local_experts))
     return RankBytes(
         experts=num_local_experts * per_expert,
         router=4 * moe.num_experts * (hidden + moe.router_bias + moe.has_correction_bias),

@@ -33,6 +33,7 @@ def explain_plan(plan: Plan) -> Iterator[str]:
     )
     yield from _explain_rejections(plan, "backend")
     yield f"experts    {plan.experts}: {kernel.kind}"
+    yield from _explain_tuning(plan)
     yield from _explain_rejections(plan, "experts")
     yield f"dispatch   rows {_rows_text(plan)}"
     yield from _explain_rejections(plan, "dispatch")
@@ -42,6 +43,21 @@ def explain_plan(plan: Plan) -> Iterator[str]:
     yield "bytes per rank, one layer"
     for ranks, text in _runs([_bytes_text(b) for b in plan.bytes_per_rank]):
         yield f"  {_ranks_text(ranks)}: {text}"
+
+
+def _explain_tuning(plan: Plan) -> Iterator[str]:
+    """Where the kernel's tiles come from, by rank of an EP group."""
+    if plan.machine.device_type != "cuda":
+        return
+    kernel = experts_class(plan.experts)
+    texts = [
+        kernel(plan.experts_shape(rank)).tuning_text(plan.machine.name)
+        for rank in range(plan.placement.ep_size)
+    ]
+    for ranks, text in _runs(texts):
+        if text is not None:
+            where = "" if len(ranks) == len(texts) else f", {_ranks_text(ranks)}"
+            yield f"  tiles{where}: {text}"
 
 
 def _rows_text(plan: Plan) -> str:

@@ -84,7 +84,7 @@ def read_quantization(config: Any) -> CheckpointQuantization | None:
         from ep_runtime.compressed_tensors import read_compressed_tensors
 
         formats = read_compressed_tensors(values)
-    elif method in _READERS:
+    elif isinstance(method, str) and method in _READERS:
         formats = _one_format(method, values)
     else:
         raise ConfigError(
@@ -155,6 +155,11 @@ def _gptq_modules(
         raise ConfigError(f"quantization_config.dynamic must be a mapping; got {dynamic!r}")
     common = {key: value for key, value in values.items() if key != "dynamic"}
     for entry, own in dynamic.items():
+        if not isinstance(own or {}, Mapping):
+            raise ConfigError(
+                f"quantization_config.dynamic.{entry} must be a mapping of a module's own "
+                f"settings; got {own!r}"
+            )
         expression = entry.removeprefix("-:").removeprefix("+:")
         check_expressions("dynamic", (expression,))
         is_left_out = entry.startswith("-:")

@@ -10,11 +10,18 @@ from ep_runtime.all2all.base import BackendCapabilities, BackendShape, shape_fau
 from ep_runtime.all2all.registry import backend_class, backend_names
 from ep_runtime.config import MoEConfig, ParallelConfig
 from ep_runtime.dispatch_rows import choose_rows, rows_fault
-from ep_runtime.kernels.base import ActivationKind, ExpertsCapabilities, ExpertsKind
+from ep_runtime.kernels.base import (
+    ActivationKind,
+    ExpertsCapabilities,
+    ExpertsKind,
+    ExpertsShape,
+)
 from ep_runtime.kernels.errors import PlanError
 from ep_runtime.kernels.registry import experts_class, experts_names
 from ep_runtime.machine import Machine, TritonMode
 
+# The extras that install the optional packages.
+_EXTRAS = {"deep_ep": "deepep", "deep_gemm": "deepgemm"}
 _ONLY_BY_NAME = "Triton's interpreter is for tests; name it to use it all the same"
 
 
@@ -45,7 +52,10 @@ def choose_kernels(
     }
     kernel_faults = {
         k.name: _experts_fault(k, moe, machine, by_name=named_experts != "auto")
-        or rows_fault(k, parallel)
+        or rows_fault(k, moe, parallel)
+        or experts_class(k.name).shape_fault(
+            experts_shape(moe, shape.placement.num_local_experts(0))
+        )
         for k in kernels
     }
     if named_backend != "auto" and (fault := backend_faults[named_backend]):
@@ -74,6 +84,21 @@ def choose_kernels(
     faults += [f"experts {n}: {f}" for n, f in kernel_faults.items() if f]
     faults += [fault for fault in pair_faults.values() if fault]
     raise PlanError("no backend and experts kernel fit together: " + "; ".join(faults))
+
+
+def experts_shape(moe: MoEConfig, num_local_experts: int) -> ExpertsShape:
+    """What an experts kernel of a rank with so many experts is built for."""
+    return ExpertsShape(
+        num_local_experts=num_local_experts,
+        hidden_size=moe.hidden_size,
+        intermediate_size=moe.moe_intermediate_size,
+        top_k=moe.top_k,
+        activation=moe.experts_activation(),
+        dtype=moe.torch_dtype,
+        has_bias=moe.expert_bias,
+        scheme=moe.quantization,
+        num_experts=moe.num_experts,
+    )
 
 
 def _rejections(
@@ -129,9 +154,12 @@ def _experts_fault(
             f"activation {moe.activation} is not among its {', '.join(sorted(kernel.activations))}"
         )
     if moe.quantization.weight not in kernel.schemes:
+        weight = moe.quantization.weight
+        others = [n for n in experts_names() if weight in experts_class(n).capabilities.schemes]
+        cure = f"; use experts: {' or '.join(others)}" if by_name and others else ""
         return (
             f"it takes weights stored as {', '.join(sorted(kernel.schemes))}, and quantization is "
-            f"{moe.quantization.weight}"
+            f"{weight}{cure}"
         )
     if moe.expert_bias and not kernel.supports_bias:
         return "it has no bias, and expert_bias is true"
@@ -140,6 +168,7 @@ def _experts_fault(
     if not kernel.concurrency:
         return "it declares no concurrency rule"
     fault = _device_fault(kernel.device_types, kernel.needs_triton, kernel.needs_package, machine)
+    fault = fault or _capability_fault(kernel, machine)
     interpreted = kernel.needs_triton and machine.triton is TritonMode.INTERPRETER
     if fault is None and interpreted and not by_name:
         return _ONLY_BY_NAME
@@ -161,8 +190,19 @@ def _device_fault(
             )
         return "it needs Triton, which is not installed; pip install triton"
     if needs_package and needs_package not in machine.packages:
-        return f"it needs the package {needs_package}, which is not installed"
+        extra = _EXTRAS.get(needs_package)
+        cure = f"; install ep-runtime[{extra}]" if extra else ""
+        return f"it needs the package {needs_package}, which is not installed{cure}"
     return None
+
+
+def _capability_fault(kernel: ExpertsCapabilities, machine: Machine) -> str | None:
+    """A machine that does not know its device's capability is not refused for it."""
+    wanted, found = kernel.compute_capabilities, machine.compute_capability
+    if wanted is None or found is None or found in wanted:
+        return None
+    names = ", ".join(f"sm_{major}{minor}" for major, minor in sorted(wanted))
+    return f"it runs on {names}, and {machine.name} is sm_{found[0]}{found[1]}"
 
 
 def _pair_fault(

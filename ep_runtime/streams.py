@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -49,20 +49,24 @@ class CpuStreams:
 
 
 class CudaStreams:
-    """The current stream and one aux stream; make one a device and share it between layers."""
+    """The current stream and one aux stream; make one a device and share it between layers.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._aux = torch.cuda.Stream(device)
+    cuda: `torch.cuda`, or what records the same calls (ep_runtime/stream_recorder.py).
+    """
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        self._device, self._cuda = device, cuda
+        self._aux = cuda.Stream(device)
 
     def fork(self) -> None:
-        self._aux.wait_stream(torch.cuda.current_stream(self._device))
+        self._aux.wait_stream(self._cuda.current_stream(self._device))
 
     def on_aux(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._aux)
+        on_aux: AbstractContextManager[object] = self._cuda.stream(self._aux)
+        return on_aux
 
     def join(self) -> None:
-        torch.cuda.current_stream(self._device).wait_stream(self._aux)
+        self._cuda.current_stream(self._device).wait_stream(self._aux)
 
     def timer(self) -> Callable[[], Callable[[], float]]:
         start = torch.cuda.Event(enable_timing=True)

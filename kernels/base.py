@@ -47,11 +47,14 @@ class ConcurrencyRule:
 
     max_tokens: inclusive bound on received rows; None for any number.
     evidence: for CERTIFIED, the test that shows it (`tests/file.py::test`); else the reason.
+    owns: for CERTIFIED, what a call keeps beside its arguments and result: workspaces, locks,
+    semaphores, static buffers, and what parts them from another call's; "nothing" is an answer.
     """
 
     max_tokens: int | None
     concurrency: Concurrency
     evidence: str
+    owns: str = ""
 
     def __post_init__(self) -> None:
         if not self.evidence.strip():
@@ -195,8 +198,11 @@ class ExpertsKind(StrEnum):
 class ExpertsCapabilities:
     """What an experts kernel declares; the resolver reads nothing else of it.
 
-    schemes: weight storage it takes. rows: how rows may be stored that it is given.
+    schemes: weight storage it takes. rows: how rows may be stored that it is given;
+    model_rows_only: of these schemes only in the layer's dtype (`rows_of`). fp8_products: schemes
+    of which it multiplies e4m3 rows, so that it quantises rows that come otherwise.
     needs_triton: its launches go through Triton (on a CPU: through the interpreter).
+    compute_capabilities: of the CUDA devices it runs on, (9, 0) for sm_90; None: of any.
     concurrency: rules in order of rising max_tokens; received rows are what is counted.
     """
 
@@ -208,9 +214,12 @@ class ExpertsCapabilities:
     activations: frozenset[ActivationKind]
     schemes: frozenset[WeightScheme] = frozenset({WeightScheme.NONE})
     rows: frozenset[RowScheme] = frozenset({RowScheme.MODEL})
+    model_rows_only: frozenset[WeightScheme] = frozenset()
+    fp8_products: frozenset[WeightScheme] = frozenset()
     supports_bias: bool = False
     needs_triton: bool = False
     needs_package: str | None = None
+    compute_capabilities: frozenset[tuple[int, int]] | None = None
     concurrency: tuple[ConcurrencyRule, ...] = NEVER_REVIEWED
 
     def __post_init__(self) -> None:
@@ -222,6 +231,10 @@ class ExpertsCapabilities:
                 f"experts {self.name}: the concurrency rules' max_tokens {bounds} must rise, with "
                 f"None, for any number, only in the last"
             )
+
+    def rows_of(self, weight: WeightScheme) -> frozenset[RowScheme]:
+        """How rows may be stored that it is given with weights of a scheme."""
+        return frozenset({RowScheme.MODEL}) if weight in self.model_rows_only else self.rows
 
 
 class Experts(ABC):
@@ -238,9 +251,25 @@ class Experts(ABC):
         """The class of a launch that may receive up to `num_tokens` rows."""
         return concurrency_rule(cls.capabilities.concurrency, num_tokens).concurrency
 
+    @classmethod
+    def shape_fault(cls, shape: ExpertsShape) -> str | None:
+        """Why the kernel cannot serve a layer of this shape, naming the key; None where it can.
+
+        Asked by the plan before it is made, of the first rank's shape; capabilities hold already.
+        """
+        return None
+
     def prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
-        """Bring loaded weights into the kernel's own layout, once; the same by default."""
+        """Bring loaded weights into the kernel's own layout, once; the same by default.
+
+        The layer keeps no tensor that was given and not returned: one of the same values in other
+        strides takes its place, what is stored otherwise is the kernel's alone.
+        """
         return weights
+
+    def tuning_text(self, device_name: str) -> str | None:
+        """Where its tiles on a device of that name come from, for a reader; None: it has none."""
+        return None
 
     @abstractmethod
     def workspace_bytes(self, max_rows: int) -> int:

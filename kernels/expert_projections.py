@@ -1,6 +1,7 @@
 """Both projections of aligned slots, by the kernels that fit their tiles.
 
-Two ways, chosen by `ExpertsTiles.is_hopper`:
+Packed weights have GEMMs of their own (kernels/packed_projections.py). For others there are two
+ways, chosen by `ExpertsTiles.is_hopper`:
 - the Triton GEMMs (kernels/grouped_gemm.py), which gather rows by slot: few rows an expert, any
   device, dtype and size; the definition of the other;
 - the warp-specialised Hopper GEMMs (kernels/hopper_gemm.py). They gather rows that are in the
@@ -22,8 +23,11 @@ from ep_runtime.kernels.hopper_gemm import (
     project_down_hopper,
     project_gate_up_hopper,
 )
+from ep_runtime.kernels.packed_projections import project_packed
+from ep_runtime.kernels.packed_schedule import PackedExpertsTiles
 from ep_runtime.kernels.permute import permute_rows
 from ep_runtime.kernels.quant.fp8_rows import num_groups
+from ep_runtime.kernels.quant.packed_weights import is_packed
 from ep_runtime.kernels.quant.scheme import QuantParameters
 from ep_runtime.kernels.tiles import HOPPER_BLOCK_M, ExpertsTiles
 from ep_runtime.kernels.triton_operands import (
@@ -41,15 +45,17 @@ def project_slots(
     aligned: AlignedSlots,
     *,
     shape: ExpertsShape,
-    tiles: ExpertsTiles,
+    tiles: ExpertsTiles | PackedExpertsTiles,
     workspace: Workspace,
 ) -> Tensor:
     """Every local slot's weighted expert output, [N, H] by slot; slots elsewhere stay unwritten.
 
     The result lives in `workspace`, until its frame ends. Does not wait for the device.
     """
+    if isinstance(tiles, PackedExpertsTiles):
+        return _project_packed(expert_input, weights, aligned, shape, tiles, workspace)
     if tiles.is_hopper:
-        return _project_on_hopper(expert_input, weights, aligned, shape, workspace)
+        return _project_on_hopper(expert_input, weights, aligned, shape, tiles, workspace)
     return _project(expert_input, weights, aligned, shape, tiles, workspace)
 
 
@@ -58,7 +64,7 @@ def projections_bytes(num_rows: int, shape: ExpertsShape, num_positions: int, he
     num_slots = num_rows * shape.top_k
     slots_bytes = aligned_bytes(num_slots * shape.hidden_size * shape.dtype.itemsize)
     rows_bytes = quantised_rows_bytes(num_rows, shape) + slots_bytes
-    if height == HOPPER_BLOCK_M and shape.dtype.itemsize == 2:
+    if height == HOPPER_BLOCK_M and shape.dtype.itemsize == 2 and not is_packed(shape.scheme):
         # In expert order, where they are not gathered; dead before the slots' outputs are taken.
         rows_bytes = max(rows_bytes, _ordered_rows_bytes(num_positions, shape))
     return activated_bytes(num_positions, shape) + rows_bytes
@@ -95,11 +101,35 @@ def _project(
     return out
 
 
+def _project_packed(
+    expert_input: StandardExpertInput,
+    weights: ExpertWeights,
+    aligned: AlignedSlots,
+    shape: ExpertsShape,
+    tiles: PackedExpertsTiles,
+    workspace: Workspace,
+) -> Tensor:
+    out = workspace.take((aligned.num_slots, shape.hidden_size), shape.dtype)
+    project_packed(
+        GemmRows(expert_input.hidden_states, expert_input.scales),
+        weights,
+        aligned,
+        shape=shape,
+        top_k=shape.top_k,
+        slot_weights=expert_input.topk_weights.contiguous().flatten(),
+        tiles=tiles,
+        workspace=workspace,
+        out=out,
+    )
+    return out
+
+
 def _project_on_hopper(
     expert_input: StandardExpertInput,
     weights: ExpertWeights,
     aligned: AlignedSlots,
     shape: ExpertsShape,
+    tiles: ExpertsTiles,
     workspace: Workspace,
 ) -> Tensor:
     num_positions = aligned.max_tiles * aligned.block_m
@@ -124,6 +154,7 @@ def _project_on_hopper(
             bias=weights.w13_bias,
             scales=_scales(rows, weights.w13_quant, activated),
             top_k=expert_input.topk_ids.shape[1] if gathers else None,
+            schedule=tiles.gate_up_schedule,
         )
     out = workspace.take((aligned.num_slots, shape.hidden_size), shape.dtype)
     project_down_hopper(
@@ -134,6 +165,7 @@ def _project_on_hopper(
         bias=weights.w2_bias,
         scales=_scales(activated, weights.w2_quant),
         topk_weights=expert_input.topk_weights.contiguous(),
+        schedule=tiles.down_schedule,
     )
     return out
 

@@ -99,7 +99,7 @@ def look_at(
     for value, by_value in zip(varying, is_specialised, strict=True):
         if isinstance(value, int):
             numbers.append(value)
-            kind.append(value.bit_length() < 32)
+            kind.append(-(2**31) <= value < 2**31)
             if by_value:
                 kind.append("1" if value == 1 else value % _ALIGNMENT == 0)
         elif value is None:

@@ -51,6 +51,7 @@ class ReferenceExperts(ModularExperts):
                 None,
                 Concurrency.CERTIFIED,
                 "tests/kernels/test_reference_experts.py::test_calls_share_no_state",
+                owns="scratch from torch's allocator, of the current stream",
             ),
         ),
     )

@@ -9,6 +9,8 @@ from ep_runtime.kernels.errors import ConfigError
 _BUILT_IN = {
     "triton": "ep_runtime.kernels.triton_experts:TritonExperts",
     "triton_batched": "ep_runtime.kernels.triton_batched_experts:TritonBatchedExperts",
+    "deep_gemm": "ep_runtime.kernels.deep_gemm_experts:DeepGemmExperts",
+    "deep_gemm_batched": "ep_runtime.kernels.deep_gemm_batched_experts:DeepGemmBatchedExperts",
     "reference": "ep_runtime.kernels.reference_experts:ReferenceExperts",
 }
 _registered: dict[str, type[Experts]] = {}

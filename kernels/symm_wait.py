@@ -3,7 +3,9 @@
 A wait reads this rank's arrival counters until each has reached the call's target, then acquires
 each of them, so that what the peers stored before they arrived may be read: by this program, and
 by every later launch on the stream. A wait that runs out records whom it missed and marks the
-rank as failed; from then on waits end at once and sums are NaN.
+rank as failed; from then on waits end at once and sums are NaN. A wait ends in the same way when
+the host has set the abort word, which lies in the host's memory and is looked at once in many
+reads of the counters: such a look takes longer than several of them.
 
 Shapes: T own rows, R rows received, P ranks, M rows a rank at most, K top-k slots, H hidden size.
 """
@@ -24,6 +26,7 @@ from triton.language.extra.cuda import globaltimer
 from ep_runtime.kernels.interpreter import is_interpreting
 from ep_runtime.kernels.launch import PreparedLaunch
 from ep_runtime.kernels.symm_channel import (
+    ABORTED,
     ARRIVAL_SHARES,
     COMBINE_PHASE,
     DISPATCH_PHASE,
@@ -37,13 +40,17 @@ from ep_runtime.kernels.symm_put import RANKS_IN_MASK, rank_mask
 # only read the counters more often.
 _MAX_WAITING_PROGRAMS = 1024
 _FEW_ROWS = 512
+# Reads of the counters between two looks at the abort word. On a GPU a read takes under 1 us and a
+# look, over PCIe, 1 to 2: one in 1024 is one in about a millisecond, and a wait that is shorter
+# never looks. In the interpreter a read takes about a millisecond.
+_READS_PER_LOOK = 16 if is_interpreting() else 1024
 
 
 def wait_for_dispatch(channel: Channel, *, limit_ns: int) -> None:
     """Order the stream behind every peer's `put_tokens` of the call that is being joined.
 
     Counts the call: channel.epoch is one more, unless the wait ran out. Waits on the device, at
-    most limit_ns. One launch of one program.
+    most limit_ns, and not much longer once channel.abort is set. One launch of one program.
     """
     channel.prepared(_prepare_wait, DISPATCH_PHASE)((1,), limit_ns)
 
@@ -51,7 +58,7 @@ def wait_for_dispatch(channel: Channel, *, limit_ns: int) -> None:
 def wait_for_results(channel: Channel, *, limit_ns: int) -> None:
     """Order the stream behind every peer's `put_results` of the call that was joined last.
 
-    Waits on the device, at most limit_ns. One launch of one program.
+    Waits on the device, as `wait_for_dispatch`. One launch of one program.
     """
     channel.prepared(_prepare_wait, COMBINE_PHASE)((1,), limit_ns)
 
@@ -187,12 +194,15 @@ def _wait_arguments(channel: Channel, phase: int) -> dict[str, Any]:
         "epoch_ptr": channel.epoch,
         "failed_ptr": channel.failed,
         "record_ptr": channel.record,
+        "abort_ptr": channel.abort,
         "PHASE": phase,
         "NUM_RANKS": num_ranks,
         "BLOCK_RANKS": triton.next_power_of_2(num_ranks),
         "SHARES": ARRIVAL_SHARES,
         "PEER_SHIFT": PEER_SHIFT,
         "PHASE_SHIFT": PHASE_SHIFT,
+        "ABORTED": ABORTED,
+        "READS_PER_LOOK": _READS_PER_LOOK,
     }
 
 
@@ -217,6 +227,7 @@ def _wait_for_peers(
     epoch,
     failed_ptr,
     record_ptr,
+    abort_ptr,
     limit_ns,
     PHASE: tl.constexpr,
     NUM_RANKS: tl.constexpr,
@@ -224,8 +235,11 @@ def _wait_for_peers(
     SHARES: tl.constexpr,
     PEER_SHIFT: tl.constexpr,
     PHASE_SHIFT: tl.constexpr,
+    ABORTED: tl.constexpr,
+    READS_PER_LOOK: tl.constexpr,
 ):
     """Acquire every peer's arrival of call `epoch` (from 1); whether the rank has failed."""
+    GIVES_UP: tl.constexpr = 1 << 16  # more than there are ranks
     peers = tl.arange(0, BLOCK_RANKS)
     is_peer = peers < NUM_RANKS
     target = epoch * SHARES
@@ -234,13 +248,19 @@ def _wait_for_peers(
     arrived = tl.load(arrivals_ptr + peers, mask=is_peer, other=0, volatile=True)
     is_missing = is_peer & (arrived < target)
     num_missing = tl.sum(is_missing.to(tl.int32), axis=0)
+    num_reads = 0
     while (num_missing > 0) & (has_failed == 0):
         arrived = tl.load(arrivals_ptr + peers, mask=is_peer, other=0, volatile=True)
         is_missing = is_peer & (arrived < target)
-        num_missing = tl.sum(is_missing.to(tl.int32), axis=0)
-        if (num_missing > 0) & (_read_clock() - start > limit_ns):
+        num_reads += 1
+        looks = num_reads % READS_PER_LOOK == 0
+        is_aborted = tl.load(abort_ptr, mask=looks, other=0, volatile=True) != 0
+        gives_up = is_aborted | (_read_clock() - start > limit_ns)
+        # What each thread sees on its own is summed too: warps that reduce together stay together.
+        num_missing = tl.sum(tl.where(is_missing, tl.where(gives_up, GIVES_UP + 1, 1), 0), axis=0)
+        if num_missing > GIVES_UP:
             peer = tl.min(tl.where(is_missing, peers, BLOCK_RANKS), axis=0).to(tl.int64)
-            phase = tl.full([], PHASE, dtype=tl.int64)
+            phase = tl.where(is_aborted, PHASE | ABORTED, PHASE).to(tl.int64)
             tl.store(record_ptr, (phase << PHASE_SHIFT) | (peer << PEER_SHIFT) | epoch)
             tl.store(failed_ptr, 1)
             has_failed = has_failed | True
@@ -258,6 +278,7 @@ def _wait_kernel(
     epoch_ptr,  # [1] int64
     failed_ptr,  # [1] int64
     record_ptr,  # [1] int64
+    abort_ptr,  # [1] int64
     PHASE: tl.constexpr,
     COUNTS_CALL: tl.constexpr,
     NUM_RANKS: tl.constexpr,
@@ -265,6 +286,8 @@ def _wait_kernel(
     SHARES: tl.constexpr,
     PEER_SHIFT: tl.constexpr,
     PHASE_SHIFT: tl.constexpr,
+    ABORTED: tl.constexpr,
+    READS_PER_LOOK: tl.constexpr,
 ):
     """One program: wait, and in the dispatch phase count a call whose rows have all arrived."""
     epoch = tl.load(epoch_ptr)
@@ -275,6 +298,7 @@ def _wait_kernel(
         epoch,
         failed_ptr,
         record_ptr,
+        abort_ptr,
         limit_ns,
         PHASE,
         NUM_RANKS,
@@ -282,6 +306,8 @@ def _wait_kernel(
         SHARES,
         PEER_SHIFT,
         PHASE_SHIFT,
+        ABORTED,
+        READS_PER_LOOK,
     )
     if COUNTS_CALL:
         tl.store(epoch_ptr, epoch, mask=has_failed == 0)
@@ -301,6 +327,7 @@ def _sum_results_kernel(
     epoch_ptr,  # [1] int64
     failed_ptr,  # [1] int64
     record_ptr,  # [1] int64
+    abort_ptr,  # [1] int64
     limit_ns: tl.int64,
     results_ptr,  # [P, M, H]
     rank_of_ptr,  # [E]
@@ -320,6 +347,8 @@ def _sum_results_kernel(
     SHARES: tl.constexpr,
     PEER_SHIFT: tl.constexpr,
     PHASE_SHIFT: tl.constexpr,
+    ABORTED: tl.constexpr,
+    READS_PER_LOOK: tl.constexpr,
 ):
     """One program a block of rows and columns. What does not depend on the peers comes first."""
     num_column_blocks = tl.cdiv(hidden_size, BLOCK_COLUMNS)
@@ -341,6 +370,7 @@ def _sum_results_kernel(
             tl.load(epoch_ptr),
             failed_ptr,
             record_ptr,
+            abort_ptr,
             limit_ns,
             PHASE,
             NUM_RANKS,
@@ -348,6 +378,8 @@ def _sum_results_kernel(
             SHARES,
             PEER_SHIFT,
             PHASE_SHIFT,
+            ABORTED,
+            READS_PER_LOOK,
         )
     else:
         has_failed = tl.load(failed_ptr) != 0

@@ -7,6 +7,7 @@ import torch
 import triton
 
 from ep_runtime.kernels.base import ExpertsShape
+from ep_runtime.kernels.hopper_tiles import DEFAULT_SCHEDULE, HopperSchedule
 from ep_runtime.kernels.interpreter import is_interpreting
 from ep_runtime.kernels.quant.scheme import WeightScheme
 
@@ -43,13 +44,16 @@ class GemmTiles:
 class ExpertsTiles:
     """How a call is cut: block_m positions a tile in both projections, and each one's tiles.
 
-    is_hopper: the projections run as kernels/hopper_gemm.py, which has tiles of its own.
+    is_hopper: the projections run as kernels/hopper_gemm.py, which has tiles of its own and is laid
+    out by the two schedules; gate_up and down are then for batched rows, which it cannot read.
     """
 
     block_m: int
     gate_up: GemmTiles
     down: GemmTiles
     is_hopper: bool = False
+    gate_up_schedule: HopperSchedule = DEFAULT_SCHEDULE
+    down_schedule: HopperSchedule = DEFAULT_SCHEDULE
 
 
 def choose_tiles(
@@ -58,17 +62,36 @@ def choose_tiles(
     """Tiles for a call of `num_rows` received rows out of `num_source_rows`.
 
     The host knows no more of the routing, so experts are taken to have an even share of the slots:
-    `rows_per_expert`. Another routing makes tiles emptier or more numerous, never wrong.
+    `rows_per_expert`. Another routing makes tiles emptier or more numerous, never wrong. A table's
+    tiles where one was measured near by for such a layer on this device with this Triton
+    (kernels/tile_tables.py), else `rule_tiles`.
     """
+    # Late: tables are read into the classes above.
+    from ep_runtime.kernels.tile_tables import tuned_tiles
+
     expected = rows_per_expert(num_rows, num_source_rows, shape)
-    # A quarter more, since half of the experts have more rows than the mean.
-    wanted = 1.25 * expected
-    block_m = next((height for height in BLOCK_M_HEIGHTS if height >= wanted), BLOCK_M_HEIGHTS[-1])
+    return tuned_tiles(expected, shape, device) or rule_tiles(expected, shape, device)
+
+
+def rule_tiles(expected: float, shape: ExpertsShape, device: torch.device) -> ExpertsTiles:
+    """The default for `expected` rows an expert."""
+    block_m, is_hopper = rule_regime(expected, shape, device)
     if is_interpreting():
         return _interpreted_tiles(block_m, shape)
-    if _suits_hopper(expected, shape, device):
-        return replace(_tiles_of_height(HOPPER_BLOCK_M, shape), is_hopper=True)
-    return _tiles_of_height(block_m, shape)
+    return replace(_tiles_of_height(block_m, shape), is_hopper=is_hopper)
+
+
+def rule_regime(expected: float, shape: ExpertsShape, device: torch.device) -> tuple[int, bool]:
+    """The rule's height of tiles, and whether it takes the Hopper GEMMs.
+
+    A quarter more rows than expected fill one tile, up to the highest, since half of the experts
+    have more than the mean. Example: 8 rows: 16; 32: 64.
+    """
+    if not is_interpreting() and prefers_hopper(expected, shape, device):
+        return HOPPER_BLOCK_M, True
+    wanted = 1.25 * expected
+    heights = (height for height in BLOCK_M_HEIGHTS if height >= wanted)
+    return next(heights, BLOCK_M_HEIGHTS[-1]), False
 
 
 def rows_per_expert(num_rows: int, num_source_rows: int | None, shape: ExpertsShape) -> float:
@@ -154,15 +177,21 @@ _FP8_TILES = {
 }
 
 
-def _suits_hopper(expected: float, shape: ExpertsShape, device: torch.device) -> bool:
-    """Whether the Hopper GEMMs take this shape, and are the faster for so many rows an expert."""
+def prefers_hopper(expected: float, shape: ExpertsShape, device: torch.device) -> bool:
+    """Whether the rule takes the Hopper GEMMs: they can, and so many rows an expert are enough."""
+    is_fp8 = shape.scheme.weight is WeightScheme.FP8_BLOCK
+    wanted = HOPPER_MIN_ROWS_FP8 if is_fp8 else HOPPER_MIN_ROWS
+    return expected >= wanted and takes_hopper(shape, device)
+
+
+def takes_hopper(shape: ExpertsShape, device: torch.device) -> bool:
+    """Whether the Hopper GEMMs can compute such a layer on the device."""
     is_fp8 = shape.scheme.weight is WeightScheme.FP8_BLOCK
     takes_it = shape.dtype.itemsize == 2 and (is_fp8 or not shape.scheme.is_quantised)
     itemsize = 1 if is_fp8 else shape.dtype.itemsize
     sizes = (shape.hidden_size, shape.intermediate_size)
     is_readable = all(size * itemsize % TMA_ALIGNMENT == 0 for size in sizes)
-    wanted = HOPPER_MIN_ROWS_FP8 if is_fp8 else HOPPER_MIN_ROWS
-    return takes_it and is_readable and expected >= wanted and _is_hopper(device)
+    return takes_it and is_readable and _is_hopper(device)
 
 
 @cache

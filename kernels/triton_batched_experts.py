@@ -21,16 +21,23 @@ from ep_runtime.kernels.base import (
     ExpertInput,
     ExpertsCapabilities,
     ExpertsKind,
+    ExpertsShape,
     ExpertWeights,
     InputFormat,
     ModularExperts,
 )
 from ep_runtime.kernels.errors import PlanError
 from ep_runtime.kernels.grouped_gemm import GemmRows, project_down, project_gate_up
+from ep_runtime.kernels.packed_projections import project_packed
+from ep_runtime.kernels.packed_schedule import PackedExpertsTiles, choose_packed_tiles
+from ep_runtime.kernels.quant.packed_weights import PACKED_SCHEMES, is_packed, packed_fault
 from ep_runtime.kernels.quant.scheme import RowScheme, WeightScheme
-from ep_runtime.kernels.tiles import BLOCK_M_HEIGHTS, choose_tiles
+from ep_runtime.kernels.tile_tables import describe_tuning
+from ep_runtime.kernels.tiles import BLOCK_M_HEIGHTS, ExpertsTiles, choose_tiles
 from ep_runtime.kernels.triton_operands import (
+    TRITON_SCHEMES,
     activated_bytes,
+    pack_triton_weights,
     prepare_triton_weights,
     quantised_rows_bytes,
     rows_for,
@@ -52,8 +59,10 @@ class TritonBatchedExperts(ModularExperts):
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         device_types=frozenset({"cpu", "cuda"}),
         activations=frozenset(ActivationKind),
-        schemes=frozenset({WeightScheme.NONE, WeightScheme.FP8_BLOCK, WeightScheme.FP8_CHANNEL}),
+        schemes=TRITON_SCHEMES,
         rows=frozenset(RowScheme),
+        fp8_products=frozenset({WeightScheme.FP8_BLOCK, WeightScheme.FP8_CHANNEL}),
+        model_rows_only=PACKED_SCHEMES,
         supports_bias=True,
         needs_triton=True,
         concurrency=(
@@ -62,13 +71,25 @@ class TritonBatchedExperts(ModularExperts):
                 Concurrency.CERTIFIED,
                 "tests/kernels/test_triton_batched_experts.py"
                 "::test_two_streams_do_not_disturb_each_other",
+                owns="frames of the workspace it is given; no lock, no buffer between calls",
             ),
         ),
     )
 
+    @classmethod
+    def shape_fault(cls, shape: ExpertsShape) -> str | None:
+        """Packed weights keep the order of the rows' columns, and have groups that fit a block."""
+        return packed_fault(shape.scheme) if is_packed(shape.scheme) else None
+
     def prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
-        """Rows that TMA can read; copies only what is not so already."""
+        """Rows that TMA can read; copies only what is not so already. Packed weights repacked."""
+        if is_packed(self.shape.scheme):
+            return pack_triton_weights(weights, self.shape.scheme)
         return prepare_triton_weights(weights)
+
+    def tuning_text(self, device_name: str) -> str | None:
+        """Which table of tiles is used; see kernels/tile_tables.py."""
+        return describe_tuning(self.shape, device_name)
 
     def workspace_bytes(self, max_rows: int) -> int:
         """Enough for a call with a capacity of `max_rows` or less, whatever its tiles."""
@@ -113,7 +134,12 @@ class TritonBatchedExperts(ModularExperts):
         num_source_rows = expert_input.num_source_rows
         # Rows stay where they are, which the Hopper GEMMs cannot read.
         source_rows = capacity if num_source_rows is None else num_source_rows
-        tiles = choose_tiles(capacity, source_rows, shape, output.device)
+        tiles: ExpertsTiles | PackedExpertsTiles
+        if is_packed(shape.scheme):
+            tiles = choose_packed_tiles(capacity, source_rows, shape)
+        else:
+            tiles = choose_tiles(capacity, source_rows, shape, output.device)
+        out = output.flatten(0, 1)
         with workspace.frame():
             aligned = align_batched_rows(
                 expert_input,
@@ -121,6 +147,19 @@ class TritonBatchedExperts(ModularExperts):
                 workspace=workspace,
                 max_rows=None if num_source_rows is None else num_source_rows * shape.top_k,
             )
+            if isinstance(tiles, PackedExpertsTiles):
+                project_packed(
+                    rows,
+                    weights,
+                    aligned,
+                    shape=shape,
+                    top_k=1,
+                    slot_weights=None,
+                    tiles=tiles,
+                    workspace=workspace,
+                    out=out,
+                )
+                return output
             activated = take_activated(aligned.max_tiles * tiles.block_m, shape, workspace)
             project_gate_up(
                 rows_for(rows, shape, workspace),
@@ -131,12 +170,5 @@ class TritonBatchedExperts(ModularExperts):
                 tiles=tiles.gate_up,
                 out=activated,
             )
-            project_down(
-                activated,
-                weights,
-                aligned,
-                slot_weights=None,
-                tiles=tiles.down,
-                out=output.flatten(0, 1),
-            )
+            project_down(activated, weights, aligned, slot_weights=None, tiles=tiles.down, out=out)
         return output

@@ -16,6 +16,7 @@ from ep_runtime.kernels.base import (
     ExpertInput,
     ExpertsCapabilities,
     ExpertsKind,
+    ExpertsShape,
     ExpertWeights,
     InputFormat,
     ModularExperts,
@@ -23,10 +24,17 @@ from ep_runtime.kernels.base import (
 )
 from ep_runtime.kernels.errors import PlanError
 from ep_runtime.kernels.expert_projections import project_slots, projections_bytes
+from ep_runtime.kernels.packed_schedule import PackedExpertsTiles, choose_packed_tiles
+from ep_runtime.kernels.quant.packed_weights import PACKED_SCHEMES, is_packed, packed_fault
 from ep_runtime.kernels.quant.scheme import RowScheme, WeightScheme
 from ep_runtime.kernels.sum_slots import sum_slots
-from ep_runtime.kernels.tiles import BLOCK_M_HEIGHTS, choose_tiles
-from ep_runtime.kernels.triton_operands import prepare_triton_weights
+from ep_runtime.kernels.tile_tables import describe_tuning
+from ep_runtime.kernels.tiles import BLOCK_M_HEIGHTS, ExpertsTiles, choose_tiles
+from ep_runtime.kernels.triton_operands import (
+    TRITON_SCHEMES,
+    pack_triton_weights,
+    prepare_triton_weights,
+)
 from ep_runtime.kernels.workspace import Workspace
 
 # Bounds the workspace, which holds every slot's output: 0.9 GiB of those at hidden 7168 in bf16.
@@ -47,8 +55,10 @@ class TritonExperts(ModularExperts):
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         device_types=frozenset({"cpu", "cuda"}),
         activations=frozenset(ActivationKind),
-        schemes=frozenset({WeightScheme.NONE, WeightScheme.FP8_BLOCK, WeightScheme.FP8_CHANNEL}),
+        schemes=TRITON_SCHEMES,
         rows=frozenset(RowScheme),
+        fp8_products=frozenset({WeightScheme.FP8_BLOCK, WeightScheme.FP8_CHANNEL}),
+        model_rows_only=PACKED_SCHEMES,
         supports_bias=True,
         needs_triton=True,
         concurrency=(
@@ -56,13 +66,25 @@ class TritonExperts(ModularExperts):
                 None,
                 Concurrency.CERTIFIED,
                 "tests/kernels/test_triton_experts.py::test_two_streams_do_not_disturb_each_other",
+                owns="frames of the workspace it is given; no lock, no buffer between calls",
             ),
         ),
     )
 
+    @classmethod
+    def shape_fault(cls, shape: ExpertsShape) -> str | None:
+        """Packed weights keep the order of the rows' columns, and have groups that fit a block."""
+        return packed_fault(shape.scheme) if is_packed(shape.scheme) else None
+
     def prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
-        """Rows that TMA can read; copies only what is not so already."""
+        """Rows that TMA can read; copies only what is not so already. Packed weights repacked."""
+        if is_packed(self.shape.scheme):
+            return pack_triton_weights(weights, self.shape.scheme)
         return prepare_triton_weights(weights)
+
+    def tuning_text(self, device_name: str) -> str | None:
+        """Which table of tiles is used; see kernels/tile_tables.py."""
+        return describe_tuning(self.shape, device_name)
 
     def workspace_bytes(self, max_rows: int) -> int:
         """Enough for a call of `max_rows` rows or fewer, whatever tiles it is cut into."""
@@ -112,7 +134,11 @@ class TritonExperts(ModularExperts):
         shape = self.shape
         num_experts = weights.w13.shape[0]
         num_rows, num_source_rows = len(expert_input.hidden_states), expert_input.num_source_rows
-        tiles = choose_tiles(num_rows, num_source_rows, shape, output.device)
+        tiles: ExpertsTiles | PackedExpertsTiles
+        if is_packed(shape.scheme):
+            tiles = choose_packed_tiles(num_rows, num_source_rows, shape)
+        else:
+            tiles = choose_tiles(num_rows, num_source_rows, shape, output.device)
         with workspace.frame():
             aligned = align_slots(
                 expert_input,

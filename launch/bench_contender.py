@@ -15,7 +15,6 @@ from ep_runtime.config import MoEConfig
 from ep_runtime.distributed import EPContext
 from ep_runtime.kernels.base import (
     ExpertInput,
-    ExpertWeights,
     ModularExperts,
 )
 from ep_runtime.kernels.errors import EPRuntimeError, RankFailure
@@ -78,7 +77,8 @@ class Contender:
 
     @torch.no_grad()
     def _fill(self, layer: MoELayer, source: MoELayer | None) -> None:
-        if source is None:
+        # A kernel may have taken the source's weights into a form of its own.
+        if source is None or any(parameter.is_meta for parameter in source.parameters()):
             weights = SeededWeights(self.plan.moe, seed=self.config.seed, device=self.ctx.device)
             weights.fill(layer)
             return
@@ -222,14 +222,11 @@ class Contender:
         return output
 
     def _experts_call(self, layer: MoELayer, inputs: Sequence[ExpertInput]) -> Call | Skipped:
-        experts = experts_class(self.plan.experts)(self.plan.experts_shape(self.ctx.ep_rank))
+        experts, weights = layer.experts, layer.expert_weights
         if not isinstance(experts, ModularExperts):
             return Skipped(
                 f"experts {self.plan.experts} is monolithic: it has no launch of its own"
             )
-        weights = experts.prepare_weights(
-            ExpertWeights(layer.w13, layer.w2, layer.w13_bias, layer.w2_bias)
-        )
         workspace = self.ctx.workspace
 
         def call(index: int, mark: Any) -> Tensor:

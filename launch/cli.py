@@ -20,6 +20,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+_audit = typer.Typer(no_args_is_help=True)
+app.add_typer(_audit, name="audit", help="Check what no output shows.")
 _WRONG_CONFIGURATION = (ConfigError, PlanError, CheckpointError)
 
 SetOption = Annotated[
@@ -131,6 +133,88 @@ def bench(
     }
     with _exit_status():
         raise typer.Exit(bench_command(config, options, json_file, plot_file))
+
+
+@app.command()
+def tune(
+    output: Annotated[Path, typer.Option(metavar="FILE", help="The table, JSON.")],
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(help="YAML files, checkpoint folders or config.jsons; or give sizes."),
+    ] = None,
+    hidden_size: Annotated[int | None, typer.Option()] = None,
+    intermediate_size: Annotated[int | None, typer.Option(help="Of one expert.")] = None,
+    num_experts: Annotated[int | None, typer.Option(help="Of the layer, on all ranks.")] = None,
+    top_k: Annotated[int | None, typer.Option()] = None,
+    scheme: Annotated[
+        str | None, typer.Option(help="none, fp8_block or fp8_channel; default: none.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16 (default), float16 or float32.")
+    ] = None,
+    activation: Annotated[str | None, typer.Option(help="Default: silu.")] = None,
+    local_experts: Annotated[
+        int | None, typer.Option(help="Of one rank; default: by the file's ep_size, else all.")
+    ] = None,
+    rows_per_expert: Annotated[
+        str, typer.Option(help="What to tune for: expected rows of an expert, with commas.")
+    ] = "0.25,1,4,16,32,64,128,512",
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="That compile; default: one a core, up to 16.")
+    ] = None,
+) -> None:
+    """Search the fastest tiles of the triton experts on this GPU; `kernel.tile_table` uses them."""
+    from ep_runtime.launch.tune_command import tune_command
+    from ep_runtime.launch.tune_layers import TuneSizes
+
+    with _exit_status():
+        tune_command(
+            sources or [],
+            TuneSizes(
+                hidden_size=hidden_size,
+                intermediate_size=intermediate_size,
+                num_experts=num_experts,
+                top_k=top_k,
+                scheme=scheme,
+                dtype=dtype,
+                activation=activation,
+            ),
+            local_experts=local_experts,
+            rows_per_expert=rows_per_expert,
+            output=output,
+            processes=processes,
+            say=print,
+        )
+
+
+@_audit.command()
+def streams(
+    config: Annotated[
+        str, typer.Argument(help="YAML file, shipped one, checkpoint folder or config.json.")
+    ] = "cpu_single.yaml",
+    overrides: SetOption = None,
+    device: Annotated[
+        str, typer.Option(help="cpu: the real code against recorded streams.")
+    ] = "cpu",
+    backends: Annotated[str | None, typer.Option(help="Names with commas; default: all.")] = None,
+    experts: Annotated[str | None, typer.Option(help="Names with commas; default: all.")] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Show that every read, write and free of a layer's buffers is ordered across its streams."""
+    from ep_runtime.launch.audit_command import audit_streams_command
+
+    with _exit_status():
+        raise typer.Exit(
+            audit_streams_command(
+                config,
+                overrides or [],
+                device=device,
+                backends=backends,
+                experts=experts,
+                json_file=json_file,
+                console=Console(),
+            )
+        )
 
 
 @app.command()

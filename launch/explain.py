@@ -8,7 +8,7 @@ import torch
 
 from ep_runtime.config import MoEConfig, ParallelConfig, SharedExpertsConfig
 from ep_runtime.kernels.errors import ConfigError
-from ep_runtime.launch.preflight import checkpoint_moe, moe_of
+from ep_runtime.launch.preflight import checkpoint_moe, moe_of, use_tile_table
 from ep_runtime.launch.run_config import (
     KernelSection,
     load_run_config,
@@ -39,7 +39,8 @@ def explain_plan(
     world_size: replaces dp_size by world_size / tp_size and ep_size by world_size, each unless
     an override sets it. machine: a preset's name or a doctor's JSON file; None: this machine.
     """
-    moe, sections = _read_source(source, overrides)
+    moe, sections = read_source(source, overrides)
+    use_tile_table(sections.kernel.tile_table)
     values = sections.model_dump()
     if world_size is not None:
         tp_size = sections.parallel.tp_size
@@ -80,7 +81,7 @@ def find_machine(name: str | None, parallel: ParallelConfig) -> Machine:
         raise ConfigError(f"--machine {name}: is not a doctor's JSON: {error}") from None
 
 
-def _read_source(source: str, overrides: Sequence[str]) -> tuple[MoEConfig, _PlanSections]:
+def read_source(source: str, overrides: Sequence[str]) -> tuple[MoEConfig, _PlanSections]:
     path = Path(source).expanduser()
     if path.is_dir() or path.suffix == ".json":
         moe = checkpoint_moe(path.parent if path.name == "config.json" else path)

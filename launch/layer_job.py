@@ -10,7 +10,6 @@ from torch import Tensor
 from ep_runtime.config import MoEConfig
 from ep_runtime.distributed import EPContext
 from ep_runtime.kernels.base import Routing
-from ep_runtime.kernels.quant.scheme import RowScheme
 from ep_runtime.launch.report import Check, RankResult, shared_expert_check
 from ep_runtime.launch.run_config import RunConfig
 from ep_runtime.launch.seeded_layer import SeededWeights
@@ -103,9 +102,9 @@ class LayerJob:
 
 
 def layer_tolerance(plan: Plan) -> float:
-    """How far a layer may be off the reference. Rows are quantised on the way, or by the kernel."""
-    in_fp8 = RowScheme.FP8_GROUP in (plan.rows, plan.moe.quantization.rows)
-    return FP8_TOLERANCE if in_fp8 else TOLERANCES[plan.moe.dtype]
+    """How far a layer may be off the reference: more where rows are quantised, as there they are
+    not."""
+    return FP8_TOLERANCE if plan.multiplies_fp8_rows else TOLERANCES[plan.moe.dtype]
 
 
 def layer_checks(config: RunConfig, plan: Plan, ranks: Sequence[RankResult]) -> list[Check]:

@@ -22,6 +22,9 @@ from ep_runtime.reference_model import load_reference_model
 from ep_runtime.tiny import write_tiny_checkpoint
 
 LOGIT_LIMIT = 2e-4
+# Where rows are quantised to fp8 (6e-2 a layer at most): the reference's are not, so that a row
+# whose routing or argmax is nearly a tie goes another way, and these are not held to be equal.
+FP8_LOGIT_LIMIT = 0.1
 Prompts = list[list[int]]
 
 
@@ -171,12 +174,18 @@ def sum_phases(model: ExpertParallelModel) -> dict[str, float]:
 
 @torch.no_grad()
 def model_checks(
-    config: RunConfig, outcome: ModelOutcome, ranks: Sequence[RankResult], *, has_shared: bool
+    config: RunConfig,
+    outcome: ModelOutcome,
+    ranks: Sequence[RankResult],
+    *,
+    has_shared: bool,
+    in_fp8: bool,
 ) -> list[Check]:
     """On rank 0: every DP rank's logits and tokens against transformers' own model, which has the
     same weights, dequantised.
 
-    The single-process model takes each prompt alone, without padding.
+    The single-process model takes each prompt alone, without padding. in_fp8: whether the ranks'
+    experts multiply rows in fp8.
     """
     if config.check == "off":
         return []
@@ -212,10 +221,10 @@ def model_checks(
                 continued = reference.generate(input_ids=ids, attention_mask=mask)
                 tokens = continued[0, len(prompt) :].tolist()
                 other_tokens += tokens != first_of[dp_rank].generated_tokens[number]
-    checks = [
-        Check("logits: largest difference / largest logit", worst / (largest or 1.0), LOGIT_LIMIT),
-        Check("logits: tokens with another argmax", other_argmax, 0),
-    ]
-    if max_new_tokens:
+    limit = FP8_LOGIT_LIMIT if in_fp8 else LOGIT_LIMIT
+    checks = [Check("logits: largest difference / largest logit", worst / (largest or 1.0), limit)]
+    if not in_fp8:
+        checks.append(Check("logits: tokens with another argmax", other_argmax, 0))
+    if max_new_tokens and not in_fp8:
         checks.append(Check("greedy decoding: prompts continued differently", other_tokens, 0))
     return [*checks, shared_expert_check(ranks, has_shared_expert=has_shared)]

@@ -117,6 +117,20 @@ def read_prompts(path: Path) -> list[str]:
     return prompts
 
 
+def use_tile_table(path: str | None) -> None:
+    """Have a user's table looked up by the layers of this process; ConfigError if it is wrong.
+
+    Imports Triton: after `set_interpreter_variable`.
+    """
+    if path is not None:
+        from ep_runtime.kernels.tile_tables import register_tile_table
+
+        try:
+            register_tile_table(path)
+        except ConfigError as error:
+            raise ConfigError(f"kernel.tile_table: {error}") from None
+
+
 def prepare_output_dir(config: RunConfig, *, write_config: bool) -> Path:
     """Make the folder; one process of the run also writes the resolved configuration into it."""
     folder = Path(config.output_dir).expanduser()
@@ -135,6 +149,7 @@ def check_before_start(config: RunConfig) -> None:
     if config.workload.prompts is not None:
         read_prompts(Path(config.workload.prompts))
     plan_of(config)
+    use_tile_table(config.kernel.tile_table)
     if config.model.checkpoint is not None:
         from ep_runtime.opened_checkpoint import OpenedCheckpoint  # imports transformers' models
 

@@ -1,7 +1,7 @@
 """The run's YAML file as values, and the command line's `--set` merged over it.
 
-Relative paths in the file (model.checkpoint, workload.prompts) are relative to the file; those
-given with --set, and output_dir, are relative to the current directory.
+Relative paths in the file (model.checkpoint, workload.prompts, kernel.tile_table) are relative to
+the file; those given with --set, and output_dir, are relative to the current directory.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _ALTERNATIVES = {
     "model": ("checkpoint", "tiny", "layer"),
     "workload": ("prompts", "tokens_per_rank"),
 }
-_PATHS = {("model", "checkpoint"), ("workload", "prompts")}
+_PATHS = {("model", "checkpoint"), ("workload", "prompts"), ("kernel", "tile_table")}
 
 
 class TinyModel(StrictModel):
@@ -56,7 +56,18 @@ class ModelSection(StrictModel):
 
 
 class KernelSection(StrictModel):
+    """The experts kernel. tile_table: a file of `ep-runtime tune`, looked up before the shipped."""
+
     experts: str = "auto"
+    tile_table: str | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.tile_table is not None and self.experts == "reference":
+            raise ValueError(
+                "tile_table has no effect with experts: reference, which has no tiles; drop one"
+            )
+        return self
 
 
 class WorkloadSection(StrictModel):

@@ -15,7 +15,12 @@ from ep_runtime.distributed import EPContext, init_distributed
 from ep_runtime.kernels.errors import CheckpointError, ConfigError, PlanError
 from ep_runtime.launch.json_file import write_json
 from ep_runtime.launch.layer_job import LayerJob, layer_checks
-from ep_runtime.launch.preflight import check_before_start, check_world_size, prepare_output_dir
+from ep_runtime.launch.preflight import (
+    check_before_start,
+    check_world_size,
+    prepare_output_dir,
+    use_tile_table,
+)
 from ep_runtime.launch.print_report import print_report
 from ep_runtime.launch.rank_terminal import Terminal, keep_traceback, tell
 from ep_runtime.launch.report import Check, RankResult, build_report
@@ -42,6 +47,7 @@ def run_rank(
         check_world_size(config.parallel, launcher)
         if not is_started:
             check_before_start(config)
+        use_tile_table(config.kernel.tile_table)
         # Ranks that `run` started are reading the file that it wrote.
         writes_config = launcher.rank == 0 and not is_started
         folder = prepare_output_dir(config, write_config=writes_config)
@@ -80,8 +86,13 @@ def _run(config: RunConfig, ctx: EPContext, folder: Path, json_file: Path | None
         ran = time.perf_counter()
         checks = []
         if ctx.rank == 0:
-            has_shared = plan.moe.has_shared_expert
-            checks = model_checks(config, outcome, ranks, has_shared=has_shared)
+            checks = model_checks(
+                config,
+                outcome,
+                ranks,
+                has_shared=plan.moe.has_shared_expert,
+                in_fp8=any(layer.plan.multiplies_fp8_rows for layer in model.moe_layers),
+            )
     if ctx.rank != 0:
         return True
     timings = {"run": ran - started, "check": time.perf_counter() - ran}

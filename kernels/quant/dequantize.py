@@ -27,10 +27,6 @@ _FUNCTIONS = {
     WeightScheme.INT8: "ep_runtime.kernels.quant.int_weights:dequantize_int",
     WeightScheme.MXFP4: "ep_runtime.kernels.quant.mxfp4:dequantize_mxfp4",
     WeightScheme.NVFP4: "ep_runtime.kernels.quant.nvfp4:dequantize_nvfp4",
-    WeightScheme.INT4: "ep_runtime.kernels.quant.int_weights:dequantize_int",
-    WeightScheme.INT8: "ep_runtime.kernels.quant.int_weights:dequantize_int",
-    WeightScheme.MXFP4: "ep_runtime.kernels.quant.mxfp4:dequantize_mxfp4",
-    WeightScheme.NVFP4: "ep_runtime.kernels.quant.nvfp4:dequantize_nvfp4",
 }
 PIECE_BYTES = 64 << 20  # of float32 at a time, where a whole weight is not needed at once
 DEQUANTIZED_SCHEMES = frozenset(_FUNCTIONS)

@@ -175,11 +175,14 @@ def read_gptq(values: Mapping[str, Any]) -> GptqFormat:
         cure="save the checkpoint with pack_dtype: int32",
     )
     meta = settings.section("meta")
+    quantizers = meta.get("quantizer", ())
+    if not isinstance(quantizers, str | list | tuple):
+        raise meta.error("quantizer", f"({quantizers!r}) must be a name or a list of names")
     return GptqFormat(
         bits=settings.choice("bits", (4, 8), cure="quantise again with 4 or 8 bits"),
         group_size=settings.group_size(),
         is_symmetric=settings.flag("sym"),
-        zero_storage=_zero_storage(layout, meta.get("quantizer", ())),
+        zero_storage=_zero_storage(layout, quantizers),
         has_act_order=settings.flag("desc_act", False)
         and not settings.flag("static_groups", False)
         and not meta.flag("static_groups", False),

@@ -48,11 +48,6 @@ class QuantScheme:
     def is_quantised(self) -> bool:
         return self.weight is not WeightScheme.NONE
 
-    @property
-    def rows(self) -> RowScheme:
-        """What the scheme's own arithmetic wants of the activations."""
-        return RowScheme.FP8_GROUP if self.weight is WeightScheme.FP8_BLOCK else RowScheme.MODEL
-
 
 UNQUANTISED = QuantScheme()
 

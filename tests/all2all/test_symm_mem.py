@@ -3,6 +3,7 @@
 import ctypes
 import os
 import random
+import threading
 import time
 from dataclasses import replace
 from typing import Any, Literal
@@ -41,6 +42,7 @@ from tests.all2all.virtual_ranks import (
     random_counts,
     stress_tokens,
     to_device,
+    virtual_groups,
     wanted_output,
 )
 from tests.ep_runtime.coded import coded_config, coded_routing, coded_rows, coded_weights
@@ -477,6 +479,73 @@ def test_results_of_a_peer_that_never_comes_are_nan_and_the_next_call_names_it(
     assert output.isnan().all()
     with pytest.raises(RankFailure, match=r"waited 2 s for EP rank 1 in combine of call 1"):
         backends[0].dispatch(backends[0].prepare(tokens[0]))
+
+
+@pytest.mark.parametrize("joins_first", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_hosts_abort_word_ends_a_wait_long_before_its_bound(
+    device: str, joins_first: bool
+) -> None:
+    skip_without_interpreter(device)
+    shape, where = make_shape(3), torch.device(device)
+    compile_kernels(shape, where)
+    abort = torch.zeros(1, dtype=torch.int64, pin_memory=device == "cuda")
+    groups = virtual_groups(3, where, abort)
+    backends = make_virtual_ranks(shape, where, SymmMemLimits(wait_limit_s=60), groups)
+    tokens = [to_device(stress_tokens(shape, (3, 0, 2), rank, 0), where) for rank in range(3)]
+    received, handle = dispatch_all(backends, tokens)[0].wait()
+    combining = backends[0].combine(torch.zeros_like(received.hidden_states), handle)
+    timer = threading.Timer(0.5, abort.fill_, (1,))
+    started = time.monotonic()
+    timer.start()
+    if joins_first:
+        combining.join()
+    output = combining.wait()
+    synchronize(where)
+    assert 0.4 < time.monotonic() - started < 10
+    assert output.shape == tokens[0].hidden_states.shape
+    assert output.isnan().all()
+    told = r"EP rank 0 no longer waits for EP rank 1 in combine of call 1 .*; a rank has failed"
+    with pytest.raises(RankFailure, match=told):
+        backends[0].dispatch(backends[0].prepare(tokens[0]))
+
+
+def see_the_abort_word(ctx: EPContext) -> None:
+    abort = ctx.ep_group.abort
+    assert abort is not None
+    assert int(abort) == 0
+    gather_integers(0, ctx.ep_group)
+    if ctx.rank == 1:
+        raise ValueError("the second rank has had enough")
+    deadline = time.monotonic() + 20
+    while not int(abort):  # as a kernel would, which cannot ask who has failed
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    ctx.check()
+
+
+def test_the_failure_watch_sets_the_abort_word_once_it_knows_of_a_failed_rank() -> None:
+    limits = FailureLimits(poll_interval_s=0.1, stale_after_s=5)
+    first, second = rank_outcomes(see_the_abort_word, parallel(2), limits=limits)
+    assert isinstance(second.error, ValueError)
+    assert isinstance(first.error, RankFailure)
+    assert "rank 1 failed: ValueError: the second rank has had enough" in str(first.error)
+
+
+def leave_while_the_other_waits(ctx: EPContext) -> None:
+    shape = make_shape(2)
+    backend = ctx.backend("symm_mem", shape)
+    if ctx.rank == 0:
+        backend.dispatch(backend.prepare(stress_tokens(shape, (3, 5), 0, 0))).wait()
+
+
+def test_a_rank_that_has_ended_is_named_by_the_rank_that_waits_for_it() -> None:
+    skip_without_interpreter("cpu")
+    limits = FailureLimits(poll_interval_s=0.1, stale_after_s=5, ended_grace_s=0.5)
+    first, _ = rank_outcomes(leave_while_the_other_waits, parallel(2), limits=limits)
+    assert isinstance(first.error, RankFailure)
+    assert "rank 1 has closed its context" in str(first.error)
+    assert first.seconds < 20
 
 
 def fail_while_others_wait(ctx: EPContext) -> None:

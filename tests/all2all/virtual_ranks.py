@@ -16,10 +16,20 @@ from tests.all2all.contract import received_rows
 LIMITS = SymmMemLimits(wait_limit_s=20, put_programs=8, combine_programs=8, comm_stream_bytes=4096)
 
 
+def virtual_groups(
+    num_ranks: int, device: torch.device, abort: Tensor | None = None
+) -> list[EPGroup]:
+    """Of each rank; what is built over the same groups shares their slots."""
+    return [EPGroup(None, rank, num_ranks, device, abort=abort) for rank in range(num_ranks)]
+
+
 def make_virtual_ranks(
-    shape: BackendShape, device: torch.device, limits: SymmMemLimits = LIMITS
+    shape: BackendShape,
+    device: torch.device,
+    limits: SymmMemLimits = LIMITS,
+    groups: list[EPGroup] | None = None,
 ) -> list[SymmMemBackend]:
-    """One backend of each rank of the shape's placement."""
+    """One backend of each rank of the shape's placement. groups: None for new ones."""
     num_ranks = shape.placement.ep_size
     buffers: list[SymmetricBuffer] = []
 
@@ -29,10 +39,8 @@ def make_virtual_ranks(
         return buffers[group.rank]
 
     return [
-        SymmMemBackend(
-            EPGroup(None, rank, num_ranks, device), shape, limits=limits, open_buffer=open_buffer
-        )
-        for rank in range(num_ranks)
+        SymmMemBackend(group, shape, limits=limits, open_buffer=open_buffer)
+        for group in groups or virtual_groups(num_ranks, device)
     ]
 
 

@@ -64,6 +64,17 @@ def load_and_compute(
     return results
 
 
+def load_and_find_slots(ctx: EPContext, path: str) -> tuple[list[str], int]:
+    """(how rows travel, by MoE layer; pairs of symmetric slots in use)."""
+    model = load_model(path, ctx, experts="triton", dtype="float32", progress=False)
+    plans = [layer.plan for layer in model.moe_layers]
+    backends = [ctx.backend(plan.backend, plan.backend_shape()) for plan in plans]
+    logits = model(input_ids=torch.tensor([[1, 2, 3]])).logits
+    assert torch.isfinite(logits).all()
+    num_pairs = len({id(backend.slots) for backend in backends})  # type: ignore[attr-defined]
+    return [str(plan.rows) for plan in plans], num_pairs
+
+
 def load_with_a_gap(ctx: EPContext, path: str, rank: int, gap: tuple[int, str, int]) -> None:
     """As load_model, but one rank's record lacks (layer, part, expert)."""
     read = ExpertLoader.read

@@ -37,7 +37,12 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
         ("at_once", {"rows": BOTH, "kind": ExpertsKind.MONOLITHIC}),
     ):
         schemes = frozenset(WeightScheme)
-        values: dict[str, Any] = {"name": name, "schemes": schemes, **changes}
+        values: dict[str, Any] = {
+            "name": name,
+            "schemes": schemes,
+            "fp8_products": frozenset({WeightScheme.FP8_BLOCK, WeightScheme.FP8_CHANNEL}),
+            **changes,
+        }
         capabilities = replace(ReferenceExperts.capabilities, **values)
         register_experts(name, type(name, (ReferenceExperts,), {"capabilities": capabilities}))
 
@@ -74,12 +79,13 @@ def test_built_in_backends_declare_how_they_can_send_rows() -> None:
 
 
 @pytest.mark.parametrize("scheme", WeightScheme)
-def test_auto_sends_fp8_exactly_where_the_weights_compute_on_fp8_rows(scheme: WeightScheme) -> None:
+def test_auto_sends_fp8_exactly_where_the_kernel_multiplies_fp8_rows(scheme: WeightScheme) -> None:
     quantised = QuantScheme(
         scheme, group_size=128 if scheme in ("int4_w4a16", "int8_w8a16") else None
     )
     chosen = plan(scheme=quantised)
-    wanted = RowScheme.FP8_GROUP if scheme is WeightScheme.FP8_BLOCK else RowScheme.MODEL
+    in_fp8 = scheme in (WeightScheme.FP8_BLOCK, WeightScheme.FP8_CHANNEL)
+    wanted = RowScheme.FP8_GROUP if in_fp8 else RowScheme.MODEL
     assert chosen.rows is chosen.backend_shape().rows is wanted
     other, reason = why_not(chosen)
     assert other == ("model" if wanted is RowScheme.FP8_GROUP else "fp8")
@@ -91,6 +97,10 @@ def test_auto_sends_fp8_exactly_where_the_weights_compute_on_fp8_rows(scheme: We
     [
         ({"backend": "all_to_all"}, "backend all_to_all sends rows as model"),
         ({"experts": "takes_model"}, "experts takes_model takes rows as model"),
+        (
+            {"experts": "reference"},
+            "experts reference does not multiply such rows (quantization: fp8_block)",
+        ),
         ({"experts": "at_once", "backend": "naive"}, "backend naive sends rows as model"),
         ({"dispatch_dtype": "model"}, "dispatch_dtype is model"),
     ],
@@ -151,7 +161,7 @@ def test_the_choice_is_in_explain_and_in_the_digest() -> None:
         "dispatch   rows as fp8: in e4m3, with a float32 scale for every 128 columns"
     )
     assert lines[index + 1].startswith(
-        "  not model: the experts' weights (quantization: fp8_block)"
+        "  not model: experts takes_both multiplies fp8 rows (quantization: fp8_block)"
     )
     assert "dispatch   rows as model: in bfloat16" in as_model.explain().splitlines()
     assert in_fp8.to_dict()["rows"] == "fp8"

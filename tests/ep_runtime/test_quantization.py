@@ -266,10 +266,13 @@ def test_a_wrong_key_is_named(value: Any, message: str) -> None:
     ("values", "message"),
     [
         ({"quant_method": "bitsandbytes"}, r"quant_method \('bitsandbytes'\) is not supported"),
+        ({"quant_method": ["fp8"]}, r"quant_method \(\['fp8'\]\) is not supported"),
         ({**FP8, "weight_block_size": [64, 64]}, "weight_block_size"),
         ({**FP8, "modules_to_not_convert": "a("}, r"'a\(' is no regular expression"),
         ({**FP8, "modules_to_not_convert": 7}, "must be a list of names; got 7"),
         ({**GPTQ, "dynamic": {"-:(": {}}}, r"dynamic: '\(' is no regular expression"),
+        ({**GPTQ, "dynamic": {"a": 5}}, "dynamic.a must be a mapping .* got 5"),
+        ({**GPTQ, "meta": {"quantizer": 5}}, r"meta.quantizer \(5\) must be a name or a list"),
         ({**GPTQ, "bits": 3}, r"bits \(3\)"),
         (
             {"quant_method": "compressed-tensors", "config_groups": {}},
@@ -281,6 +284,13 @@ def test_a_wrong_key_is_named(value: Any, message: str) -> None:
                 "config_groups": {"group_0": {**INT4_GROUP, "format": "marlin-24"}},
             },
             r"config_groups.group_0.format \('marlin-24'\) is not supported",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {**INT4_GROUP, "format": ["pack-quantized"]}},
+            },
+            r"config_groups.group_0.format \(\['pack-quantized'\]\) is not supported",
         ),
         (
             {

@@ -203,6 +203,49 @@ def test_missing_parameters_of_a_scheme_are_named(ctx: EPContext) -> None:
         layer.load_experts(**with_parameters(weights, "w2", zero_points=None))
 
 
+def with_value(weights: Weights, name: str, value: float, *, dtype: torch.dtype) -> Weights:
+    """One entry of expert 3's tensor beside w13 replaced."""
+    tensor = getattr(weights["w13"].parameters, name).to(dtype, copy=True)
+    tensor[3].view(-1)[1] = value
+    return with_parameters(weights, "w13", **{name: tensor})
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name", "value", "dtype", "message"),
+    [
+        pytest.param(
+            "int8_act_order", "input_order", 10_000, torch.int32, "must name every", id="outside"
+        ),
+        pytest.param(
+            "int8_act_order", "input_order", -1, torch.int32, "must name every", id="unread"
+        ),
+        pytest.param(
+            "int4", "scales", 1e38, torch.float32, "has a scale that is NaN", id="cast_to_infinity"
+        ),
+        pytest.param("mxfp4", "scales", 255, torch.uint8, "has a scale that is NaN", id="ue8m0"),
+    ],
+)
+def test_values_that_cannot_be_right_are_named(
+    scheme: str, name: str, value: float, dtype: torch.dtype, message: str, ctx: EPContext
+) -> None:
+    moe = quantized_moe(scheme, dtype="float16")
+    weights = with_value(stored_weights(moe), name, value, dtype=dtype)
+    layer = MoELayer(moe, ctx, experts="reference")
+    with pytest.raises(ConfigError, match=rf"w13\.parameters\.{name} of expert 3 {message}"):
+        layer.load_experts(**weights)
+
+
+def test_an_order_that_names_a_column_twice_is_refused(ctx: EPContext) -> None:
+    moe = quantized_moe("int8_act_order")
+    weights = stored_weights(moe)
+    order = weights["w2"].parameters.input_order.clone()
+    order[4, 0] = order[4, 1]
+    with pytest.raises(ConfigError, match=r"w2\.parameters\.input_order of expert 4 must name"):
+        MoELayer(moe, ctx, experts="reference").load_experts(
+            **with_parameters(weights, "w2", input_order=order)
+        )
+
+
 def test_stored_experts_for_a_plain_layer_are_refused(ctx: EPContext) -> None:
     weights = stored_weights(quantized_moe("fp8_block"))
     plain = MoEConfig(**{**quantized_moe("fp8_block").model_dump(), "quantization": "none"})

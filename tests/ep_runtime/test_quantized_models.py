@@ -7,6 +7,8 @@ import torch
 
 from ep_runtime.config import ParallelConfig
 from ep_runtime.kernels.errors import CheckpointError
+from ep_runtime.kernels.interpreter import is_interpreting
+from ep_runtime.kernels.quant.scheme import RowScheme
 from ep_runtime.reference_model import load_reference_model
 from tests.ep_runtime.checkpoints import read_tensors
 from tests.ep_runtime.quantized_checkpoints import (
@@ -16,7 +18,12 @@ from tests.ep_runtime.quantized_checkpoints import (
     prompts_of,
     quantized_checkpoint,
 )
-from tests.ep_runtime.quantized_ranks import Loaded, load_and_compute, load_with_a_gap
+from tests.ep_runtime.quantized_ranks import (
+    Loaded,
+    load_and_compute,
+    load_and_find_slots,
+    load_with_a_gap,
+)
 from tests.harness import rank_outcomes, run_ranks
 from tests.tolerances import relative_error
 
@@ -107,3 +114,14 @@ def test_a_scale_that_no_rank_reads_ends_all_ranks() -> None:
     for outcome in rank_outcomes(load_with_a_gap, parallel, path, 1, (1, "up.scale", 6)):
         assert isinstance(outcome.error, CheckpointError)
         assert "layer 1 expert 6 up.scale: 0 times" in str(outcome.error)
+
+
+def test_layers_whose_rows_travel_differently_share_one_pair_of_slots() -> None:
+    """Whichever of them comes first in the checkpoint."""
+    if not is_interpreting():
+        pytest.skip("Triton compiles for CUDA in this process")
+    path = str(quantized_checkpoint("qwen3_moe_fp8_block_but_a_layer"))
+    parallel = ParallelConfig(dp_size=2, device="cpu", all2all_backend="symm_mem")
+    for rows, num_pairs in run_ranks(load_and_find_slots, parallel, path, timeout=120):
+        assert rows == [str(RowScheme.FP8_GROUP), str(RowScheme.MODEL)]
+        assert num_pairs == 1

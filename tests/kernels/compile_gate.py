@@ -2,12 +2,14 @@
 
 Run as `python -m tests.kernels.compile_gate` in a process without TRITON_INTERPRET. The product's
 own launches are caught on meta tensors, so nothing here repeats a kernel's signature. Prints one
-JSON list of {kernel, weights, shared_bytes}; a kernel that does not compile is a traceback.
+JSON list of {kernel, weights, waits_first, shared_bytes}; what does not compile is a traceback.
 """
 
 import json
+import re
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ep_runtime.kernels import dependent_launch
 from ep_runtime.kernels.base import (
     Activation,
     ActivationKind,
@@ -32,9 +35,9 @@ from ep_runtime.kernels.quant.scheme import (
     QuantScheme,
     WeightScheme,
 )
+from ep_runtime.kernels.quant.storage import empty_stored, quantized_tensor, stored_shapes
 from ep_runtime.kernels.triton_batched_experts import TritonBatchedExperts
 from ep_runtime.kernels.triton_experts import TritonExperts
-from ep_runtime.kernels.triton_operands import prepare_triton_weights
 from ep_runtime.kernels.workspace import Workspace
 
 # A kernel, its positional and its keyword arguments.
@@ -46,6 +49,8 @@ POINTER_TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float8_e4m3fn: "*fp8e4nv",
+    torch.uint8: "*u8",
+    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -53,7 +58,8 @@ POINTER_TYPES = {
 
 def compile_launch(kernel: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """Compile a kernel as a launch with these arguments would specialise it."""
-    options = {name: keywords.pop(name) for name in ("num_warps", "num_stages") if name in keywords}
+    names = ("num_warps", "num_stages", "launch_pdl")
+    options = {name: keywords.pop(name) for name in names if name in keywords}
     values = dict(zip(kernel.arg_names, arguments, strict=False)) | keywords
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
@@ -111,7 +117,9 @@ def run_triton_experts(shape: ExpertsShape, num_rows: int, *, with_num_rows: boo
         if comes_quantised
         else None,
     )
-    TritonExperts(shape).run(expert_input, _weights(shape), Workspace(torch.device("meta")))
+    kernel = TritonExperts(shape)
+    weights = kernel.prepare_weights(_weights(shape))
+    kernel.run(expert_input, weights, Workspace(torch.device("meta")))
 
 
 def run_triton_batched_experts(shape: ExpertsShape, capacity: int) -> None:
@@ -120,7 +128,9 @@ def run_triton_batched_experts(shape: ExpertsShape, capacity: int) -> None:
         _empty(shape.num_local_experts, capacity, shape.hidden_size, dtype=shape.dtype),
         _empty(shape.num_local_experts, dtype=torch.int32),
     )
-    TritonBatchedExperts(shape).run(expert_input, _weights(shape), Workspace(torch.device("meta")))
+    kernel = TritonBatchedExperts(shape)
+    weights = kernel.prepare_weights(_weights(shape))
+    kernel.run(expert_input, weights, Workspace(torch.device("meta")))
 
 
 def _empty(*size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -130,29 +140,34 @@ def _empty(*size: int, dtype: torch.dtype) -> torch.Tensor:
 def _weights(shape: ExpertsShape) -> ExpertWeights:
     num_experts, hidden, inner = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
     parts = 2 if shape.activation.is_gated else 1
-    stored = torch.float8_e4m3fn if shape.scheme.is_quantised else shape.dtype
-
-    def quant(num_rows: int, num_columns: int, parts: int) -> QuantParameters | None:
-        if not shape.scheme.is_quantised:
-            return None
-        size: tuple[int, ...] = (num_experts, parts * num_rows)
-        if shape.scheme.weight is WeightScheme.FP8_BLOCK:
-            size = (num_experts, parts * -(-num_rows // 128), -(-num_columns // 128))
-        return QuantParameters(_empty(*size, dtype=torch.float32))
+    w13, w13_quant = _stored(shape, parts * inner, hidden, parts)
+    w2, w2_quant = _stored(shape, hidden, inner, 1)
 
     def bias(num_columns: int) -> Tensor | None:
         return _empty(num_experts, num_columns, dtype=shape.dtype) if shape.has_bias else None
 
-    return prepare_triton_weights(
-        ExpertWeights(
-            w13=_empty(num_experts, parts * inner, hidden, dtype=stored),
-            w2=_empty(num_experts, hidden, inner, dtype=stored),
-            w13_bias=bias(parts * inner),
-            w2_bias=bias(hidden),
-            w13_quant=quant(inner, hidden, parts),
-            w2_quant=quant(hidden, inner, 1),
-        )
+    return ExpertWeights(
+        w13=w13,
+        w2=w2,
+        w13_bias=bias(parts * inner),
+        w2_bias=bias(hidden),
+        w13_quant=w13_quant,
+        w2_quant=w2_quant,
     )
+
+
+def _stored(
+    shape: ExpertsShape, num_rows: int, num_columns: int, num_parts: int
+) -> tuple[Tensor, QuantParameters | None]:
+    """One projection of all experts as its scheme stores it."""
+    num_experts = shape.num_local_experts
+    if not shape.scheme.is_quantised:
+        return _empty(num_experts, num_rows, num_columns, dtype=shape.dtype), None
+    shapes = stored_shapes(
+        shape.scheme, num_rows, num_columns, num_parts=num_parts, dtype=shape.dtype
+    )
+    weight = quantized_tensor(empty_stored(shapes, num_experts, torch.device("meta")), shape.scheme)
+    return weight.values, weight.parameters
 
 
 def gate_cases() -> list[tuple[ExpertsShape, int, bool]]:
@@ -167,10 +182,38 @@ def gate_cases() -> list[tuple[ExpertsShape, int, bool]]:
         for num_rows in (1, 32, 256, 4096):
             shape = ExpertsShape(8, 2048, 768, 8, silu, torch.bfloat16, scheme=QuantScheme(weight))
             cases.append((shape, num_rows, False))
+    cases += packed_gate_cases()
     for kind in ActivationKind:
         activation = Activation(kind, limit=7.0 if kind is ActivationKind.SWIGLUOAI else None)
         cases.append((ExpertsShape(3, 300, 97, 1, activation, torch.bfloat16, True), 33, False))
     return cases
+
+
+def packed_gate_cases() -> list[tuple[ExpertsShape, int, bool]]:
+    """Each height in the dtype that matters; each stored kind and dtype; zero points; groups."""
+    int4 = QuantScheme(WeightScheme.INT4, 128)
+    qwen = ExpertsShape(64, 4096, 1536, 8, Activation(), torch.bfloat16, scheme=int4)
+    small = replace(qwen, num_local_experts=8, hidden_size=2048, intermediate_size=768)
+    few = [
+        replace(small, dtype=torch.float16, scheme=QuantScheme(WeightScheme.INT4, 64, True)),
+        replace(
+            small,
+            activation=Activation(ActivationKind.RELU2),
+            dtype=torch.float32,
+            scheme=QuantScheme(WeightScheme.INT4, None, True),
+        ),
+        replace(small, scheme=QuantScheme(WeightScheme.INT8, 32, True)),
+        replace(small, dtype=torch.float16, scheme=QuantScheme(WeightScheme.INT8, None)),
+        replace(small, dtype=torch.float16, scheme=QuantScheme(WeightScheme.MXFP4)),
+        replace(small, dtype=torch.float16, scheme=QuantScheme(WeightScheme.NVFP4)),
+    ]
+    many = [
+        replace(small, scheme=QuantScheme(weight, 128))
+        for weight in (WeightScheme.INT8, WeightScheme.MXFP4, WeightScheme.NVFP4)
+    ]
+    cases = [(qwen, num_rows, True) for num_rows in (32, 128, 4096)]
+    cases += [(shape, 2, False) for shape in few]
+    return cases + [(shape, 512, False) for shape in many]
 
 
 def batched_gate_cases() -> list[tuple[ExpertsShape, int]]:
@@ -178,10 +221,22 @@ def batched_gate_cases() -> list[tuple[ExpertsShape, int]]:
     silu = Activation()
     decode = ExpertsShape(32, 7168, 2048, 8, silu, torch.bfloat16)
     odd = ExpertsShape(3, 300, 97, 1, silu, torch.float32, has_bias=True)
-    return [(decode, 256), (decode, 4096), (odd, 33)]
+    packed = replace(decode, scheme=QuantScheme(WeightScheme.INT4, 128))
+    return [(decode, 256), (decode, 4096), (packed, 256), (odd, 33)]
+
+
+def waits_first(ptx: str) -> bool:
+    """Whether a dependent launch lets its successor come and waits before it touches memory."""
+    access = re.search(r"\b(ld|st|atom|red)\.(\w+\.)*global|\bcp\.async|\bcp\.reduce", ptx)
+    first = len(ptx) if access is None else access.start()
+    return (
+        0 <= ptx.find("griddepcontrol.launch_dependents") < ptx.find("griddepcontrol.wait") < first
+    )
 
 
 def main() -> None:
+    # As on a GPU: a meta tensor's device has no capability to ask for.
+    dependent_launch._has_dependent_launch = cache(lambda device: True)
     report = []
     seen = set()
     calls: list[tuple[ExpertsShape, Callable[[], None]]] = [
@@ -200,6 +255,7 @@ def main() -> None:
                 shared_bytes = compiled.metadata.shared
                 weights = str(shape.dtype if shape.scheme == UNQUANTISED else shape.scheme.weight)
                 entry = {"kernel": kernel.__name__, "weights": weights}
+                entry["waits_first"] = waits_first(compiled.asm["ptx"])
                 report.append({**entry, "shared_bytes": shared_bytes})
     print(json.dumps(report))
 

@@ -38,6 +38,7 @@ def make_channels(
                 epoch=word(),
                 failed=word(),
                 record=word(pinned=True),
+                abort=word(pinned=True),
                 wait_limit_ns=int(wait_limit_s * 1e9),
             )
         )

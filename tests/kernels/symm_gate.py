@@ -28,7 +28,8 @@ class GateEntry:
     releases, acquires: atomics of that kind at system scope. unguarded_releases: releases with no
     block-wide barrier between them and the store before; unguarded_acquires: acquires with none
     between them and the load after. other_atomics: of any other kind or scope. widest_store_bytes:
-    of the stores.
+    of the stores. looks: loads of the abort word that are volatile, which PTX defines as relaxed at
+    system scope, and behind a predicate; other_looks: any other use of its address.
     """
 
     kernel: str
@@ -41,6 +42,8 @@ class GateEntry:
     unguarded_acquires: int
     other_atomics: int
     widest_store_bytes: int
+    looks: int
+    other_looks: int
 
 
 _INSTRUCTION = re.compile(r"\b(?:bar\.sync|(?:atom|red|st|ld)\.(?:volatile\.)?global[\w.:]*)")
@@ -72,8 +75,30 @@ def read_ptx(kernel: str, dtype: str, rows: str, compiled: Any) -> GateEntry:
             acquire_is_open = True
         else:
             counts["other_atomics"] += 1
-    shared_bytes = compiled.metadata.shared
-    return GateEntry(kernel, dtype, rows, shared_bytes, **counts, widest_store_bytes=widest)
+    looks, other_looks = count_looks(compiled)
+    return GateEntry(
+        kernel,
+        dtype,
+        rows,
+        compiled.metadata.shared,
+        **counts,
+        widest_store_bytes=widest,
+        looks=looks,
+        other_looks=other_looks,
+    )
+
+
+def count_looks(compiled: Any) -> tuple[int, int]:
+    """(volatile loads behind a predicate, any other use) of the abort word's address."""
+    passed = [name for name, kind in compiled.src.signature.items() if kind != "constexpr"]
+    if "abort_ptr" not in passed:
+        return 0, 0
+    ptx = compiled.asm["ptx"]
+    parameter = rf"_param_{passed.index('abort_ptr')}\]"
+    registers = re.findall(rf"ld\.param\.b64\s+(%rd\d+), \[\w+{parameter}", ptx)
+    uses = [line for r in registers for line in ptx.splitlines() if re.search(rf"{r}\b", line)]
+    looks = [use for use in uses if re.search(r"@%p\d+ ld\.volatile\.global\.b64 .*, \[", use)]
+    return len(looks), len(uses) - len(looks) - len(registers)
 
 
 def catch_prepared_launches(call: Callable[[], object]) -> list[Launch]:
@@ -106,7 +131,8 @@ def launches(
     layout = SlotLayout(num_ranks, num_tokens, hidden_size, 8, dtype, rows)
     memory = empty(layout.num_bytes, dtype=torch.uint8)
     homes = ExpertHomes(empty(256, dtype=torch.int32), empty(256, dtype=torch.int32))
-    channel = Channel(layout, 1, memory, word(num_ranks), homes, word(), word(), word(), 10**11)
+    words = (word(), word(), word(), word())
+    channel = Channel(layout, 1, memory, word(num_ranks), homes, *words, 10**11)
     ids = empty(num_tokens, 8, dtype=torch.int32)
     tokens = (empty(num_tokens, hidden_size), ids, empty(num_tokens, 8, dtype=torch.float32))
     outputs = empty(num_ranks * num_tokens, hidden_size)

@@ -18,6 +18,7 @@ from ep_runtime.kernels.hopper_reference import (
     project_down_hopper_reference,
     project_gate_up_hopper_reference,
 )
+from ep_runtime.kernels.hopper_tiles import HopperSchedule
 from ep_runtime.kernels.permute import permute_rows
 from ep_runtime.kernels.quant.fp8_rows import dequantize_rows, quantize_rows_reference
 from ep_runtime.kernels.reference_experts import ReferenceExperts
@@ -31,6 +32,8 @@ CASES = [
     ExpertsCase("top_3", 150, 3, 64, 32, top_k=3, dtype=torch.bfloat16, has_bias=True),
     ExpertsCase("top_1", 33, 4, 128, 64, 1, torch.float16, ActivationKind.RELU2),
 ]
+# Of the first and of the second projection.
+SCHEDULES = [HopperSchedule(num_stages=3), HopperSchedule(lead_blocks=2)]
 
 
 class Hopper:
@@ -38,13 +41,34 @@ class Hopper:
 
     def __init__(self) -> None:
         self.top_ks: list[int | None] = []
+        self.schedules: list[HopperSchedule] = []
         self.permutes = 0
 
-    def gate_up(self, rows: Tensor, w13: Tensor, tiles: Any, *, out: Tensor, **given: Any) -> None:
+    def gate_up(
+        self,
+        rows: Tensor,
+        w13: Tensor,
+        tiles: Any,
+        *,
+        out: Tensor,
+        schedule: HopperSchedule,
+        **given: Any,
+    ) -> None:
+        self.schedules.append(schedule)
         expected = project_gate_up_hopper_reference(rows, w13, tiles, **given)
         _write(out, expected)
 
-    def down(self, rows: Tensor, w2: Tensor, tiles: Any, *, out: Tensor, **given: Any) -> None:
+    def down(
+        self,
+        rows: Tensor,
+        w2: Tensor,
+        tiles: Any,
+        *,
+        out: Tensor,
+        schedule: HopperSchedule,
+        **given: Any,
+    ) -> None:
+        self.schedules.append(schedule)
         _write(out, project_down_hopper_reference(rows, w2, tiles, **given))
 
 
@@ -58,7 +82,13 @@ def hopper(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Hopper:
     found = Hopper()
 
     def choose(*given: Any) -> Any:
-        return replace(choose_tiles(*given), block_m=HOPPER_BLOCK_M, is_hopper=True)
+        return replace(
+            choose_tiles(*given),
+            block_m=HOPPER_BLOCK_M,
+            is_hopper=True,
+            gate_up_schedule=SCHEDULES[0],
+            down_schedule=SCHEDULES[1],
+        )
 
     gate_up: Callable[..., None] = found.gate_up
     if device.type == "cuda":
@@ -100,6 +130,7 @@ def test_rows_in_the_weights_dtype_are_gathered_without_a_pass(
     clean = expert_input.hidden_states.nan_to_num()
     check(case, expert_input, clean)
     assert (hopper.top_ks, hopper.permutes) == ([case.top_k], 0)
+    assert device.type == "cuda" or hopper.schedules == SCHEDULES, "the tiles' own"
 
 
 def test_rows_with_gaps_between_them_are_gathered(hopper: Hopper, device: torch.device) -> None:

@@ -1,5 +1,9 @@
 """The layout of a symmetric slot, and the word that says which wait ran out."""
 
+import itertools
+from dataclasses import replace
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,12 +11,14 @@ from hypothesis import strategies as st
 from ep_runtime.all2all.base import sent_row_bytes
 from ep_runtime.kernels.quant.scheme import RowScheme
 from ep_runtime.kernels.symm_channel import (
+    ABORTED,
     ARRIVAL_SHARES,
     COMBINE_PHASE,
     PEER_SHIFT,
     PHASE_SHIFT,
     FailedWait,
     SlotLayout,
+    SlotSpace,
     first_received_row,
 )
 
@@ -48,6 +54,38 @@ def test_views_of_different_regions_share_no_byte(layout: SlotLayout) -> None:
         view.view(torch.uint8).fill_(number)
     for number, region in enumerate(layout.regions.values(), start=1):
         assert int((memory == number).sum()) == region.num_bytes
+
+
+@given(layout=layouts, other=layouts)
+def test_layouts_in_one_space_have_counters_and_the_border_of_the_buffers_in_common(
+    layout: SlotLayout, other: SlotLayout
+) -> None:
+    other = replace(other, ep_size=layout.ep_size)
+    space = layout.needs.widened(other.needs)
+    assert space.holds(layout.needs)
+    assert space.holds(other.needs)
+    one, two = replace(layout, space=space), replace(other, space=space)
+    assert one.num_bytes == two.num_bytes >= max(layout.num_bytes, other.num_bytes)
+    for name in ("dispatch_arrivals", "combine_arrivals"):
+        assert one.regions[name] == two.regions[name]
+    assert one.offset("results") == two.offset("results")
+    for placed, alone in ((one, layout), (two, other)):
+        regions = list(placed.regions.values())
+        assert regions[-1].offset + regions[-1].num_bytes <= placed.num_bytes
+        for region, following in itertools.pairwise(regions):
+            assert region.offset + region.num_bytes <= following.offset
+        assert [r.shape for r in regions] == [r.shape for r in alone.regions.values()]
+
+
+@given(layout=layouts)
+def test_a_space_that_is_too_small_in_either_buffer_is_refused(layout: SlotLayout) -> None:
+    needs = layout.needs
+    for space in (
+        SlotSpace(needs.receive_bytes - 256, needs.result_bytes),
+        SlotSpace(needs.receive_bytes, needs.result_bytes - 256),
+    ):
+        with pytest.raises(ValueError, match="cannot hold"):
+            replace(layout, space=space)
 
 
 def test_buffers_hold_what_all_ranks_may_send() -> None:
@@ -88,10 +126,14 @@ def test_received_rows_of_the_sources_tile_the_buffer_in_rank_order(counts: list
 @given(
     peer=st.integers(0, 2**16 - 1),
     epoch=st.integers(1, 2**40 - 1),
+    is_aborted=st.booleans(),
 )
-def test_a_failure_record_gives_back_peer_epoch_and_phase(peer: int, epoch: int) -> None:
-    record = COMBINE_PHASE << PHASE_SHIFT | peer << PEER_SHIFT | epoch
-    assert FailedWait.from_record(record) == FailedWait(peer, epoch, "combine")
+def test_a_failure_record_gives_back_peer_epoch_phase_and_whether_the_host_ended_the_wait(
+    peer: int, epoch: int, is_aborted: bool
+) -> None:
+    phase = COMBINE_PHASE | (ABORTED if is_aborted else 0)
+    record = phase << PHASE_SHIFT | peer << PEER_SHIFT | epoch
+    assert FailedWait.from_record(record) == FailedWait(peer, epoch, "combine", is_aborted)
     assert FailedWait.from_record(0) is None
     assert record < 2**63
 

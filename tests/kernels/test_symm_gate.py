@@ -54,6 +54,14 @@ def test_there_is_no_atomic_but_system_wide_releases_and_acquires(
     assert not [entry for entry in compiled if entry.other_atomics]
 
 
+def test_the_abort_word_is_read_by_one_volatile_load_that_most_polls_skip(
+    compiled: list[GateEntry],
+) -> None:
+    for entry in compiled:
+        waits = entry.acquires > 0
+        assert (entry.looks, entry.other_looks) == (int(waits), 0), entry
+
+
 def test_rows_of_a_multiple_of_16_bytes_are_stored_16_bytes_at_a_time(
     compiled: list[GateEntry],
 ) -> None:
@@ -92,5 +100,6 @@ def test_the_reader_of_machine_code_sees_an_unguarded_release(ptx: str, unguarde
     class Compiled:
         asm = {"ptx": ptx}  # noqa: RUF012
         metadata = type("Metadata", (), {"shared": 0})
+        src = type("Source", (), {"signature": {}})
 
     assert read_ptx("k", "d", "model", Compiled).unguarded_releases == unguarded

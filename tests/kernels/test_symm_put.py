@@ -1,5 +1,6 @@
 """Putting into, and summing from, the memory of several ranks, against the definitions."""
 
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -185,6 +186,29 @@ def test_a_wait_that_runs_out_names_the_first_missing_peer_and_does_not_count_th
     assert int(channel.failed.cpu()) == 1
     assert FailedWait.from_record(int(channel.record)) == FailedWait(2, 1, "dispatch")
     assert int(channel.epoch) == 0
+
+
+def test_a_wait_ends_soon_after_the_host_has_set_the_abort_word(device: torch.device) -> None:
+    channels = _channels(PutCase("aborted", (1, 1, 1)), device)
+    channel = channels[1]
+    channel.combine_arrivals[:2] = ARRIVAL_SHARES
+    channel.epoch.fill_(1)
+    channel.abort.fill_(1)
+    started = time.monotonic()
+    wait_for_results(channel, limit_ns=60_000_000_000)
+    assert int(channel.failed.cpu()) == 1
+    assert time.monotonic() - started < 10
+    found = FailedWait.from_record(int(channel.record))
+    assert found == FailedWait(2, 1, "combine", is_aborted=True)
+
+
+def test_the_abort_word_does_not_end_a_wait_for_what_has_arrived(device: torch.device) -> None:
+    channel = _channels(PutCase("arrived", (1, 1)), device)[0]
+    channel.dispatch_arrivals[:] = ARRIVAL_SHARES
+    channel.abort.fill_(1)
+    wait_for_dispatch(channel, limit_ns=0)
+    assert int(channel.epoch) == 1
+    assert int(channel.failed) == int(channel.record) == 0
 
 
 def test_a_wait_for_what_has_arrived_counts_the_call_and_records_nothing(

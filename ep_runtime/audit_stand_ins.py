@@ -1,0 +1,213 @@
+"""What stands in for a GPU's communication and for kernels of every class in the stream audit.
+
+Collectives of one rank are copies; here each is issued on a communication stream of its own, behind
+the current one, and joined as NCCL's are, so that `naive` and `all_to_all` are audited as they run
+on GPUs. `stand_in_at_issue` and `stand_in_at_join` are `all_to_all` with the two ways in which a
+combine takes the shared expert's output. `stand_in_symm_mem` is `symm_mem` with every put on its
+communication stream, which it has on CUDA alone. The kernels are `reference`, modular and
+monolithic, declared as each class.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ep_runtime.all2all import collectives
+from ep_runtime.all2all import registry as backends
+from ep_runtime.all2all.all_to_all import AllToAllBackend, ReturnPath
+from ep_runtime.all2all.base import (
+    All2AllBackend,
+    BackendShape,
+    CombineBias,
+    EPGroup,
+    Pending,
+)
+from ep_runtime.all2all.collectives import Collective
+from ep_runtime.all2all.comm_stream import CommStream
+from ep_runtime.all2all.expert_ids import look_up
+from ep_runtime.kernels import registry as experts
+from ep_runtime.kernels.base import (
+    Concurrency,
+    ConcurrencyRule,
+    ExpertsKind,
+    InputFormat,
+    MonolithicContext,
+    MonolithicExperts,
+    StandardExpertInput,
+)
+from ep_runtime.kernels.quant.scheme import RowScheme
+from ep_runtime.kernels.reference_experts import ReferenceExperts, run_standard_reference
+from ep_runtime.kernels.routing import route_tokens
+from ep_runtime.kernels.workspace import Workspace
+from ep_runtime.stream_recorder import MAIN, RecordedCuda, RecordedEvent, StreamRecorder
+
+EXPERTS = tuple(
+    f"stand_in_{form}{concurrency}" for form in ("", "monolithic_") for concurrency in Concurrency
+)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What NCCL gives for a collective that was issued."""
+
+    cuda: RecordedCuda
+    done: RecordedEvent
+
+    def wait(self) -> None:
+        """Order the current stream behind the collective."""
+        self.cuda.current_stream().wait_event(self.done)
+
+
+@contextmanager
+def collectives_on_their_own_stream(recorder: StreamRecorder) -> Iterator[None]:
+    """Issue the collectives of one rank as NCCL issues those of several."""
+    cuda = RecordedCuda(recorder, "collectives")
+    stream = cuda.Stream(torch.device("cpu"))
+
+    def copied(output: Tensor, rows: Tensor, group: EPGroup) -> Collective:
+        if recorder.current_stream != MAIN:
+            recorder.history.misplace(f"a collective was issued on {recorder.current_stream}")
+        stream.wait_stream(cuda.current_stream())
+        with cuda.stream(stream), recorder.labelled("collective"):
+            output.copy_(rows)
+        return Collective(group, _Work(cuda, stream.record_event()), waits_on_host=False)
+
+    released = collectives._copied
+    collectives._copied = copied
+    try:
+        yield
+    finally:
+        collectives._copied = released
+
+
+@dataclass
+class _Biased:
+    """A combine that adds the shared expert's output.
+
+    held: a copy of the bias, made on the communication stream as the combine was issued; None
+    where it is given at the join.
+    """
+
+    inner: Pending[Tensor]
+    comm: CommStream
+    held: Tensor | None
+
+    def join(self) -> None:
+        self.inner.join()
+        if self.held is not None:
+            self.comm.join(0)
+
+    def wait(self, bias: Tensor | None = None) -> Tensor:
+        self.join()
+        added = self.held if bias is None else bias
+        total = self.inner.wait()
+        return total if added is None else total + added
+
+
+def _biased_backend(kind: CombineBias, recorder: StreamRecorder) -> type[Any]:
+    class BiasedBackend(AllToAllBackend):
+        capabilities = replace(
+            AllToAllBackend.capabilities, name=f"stand_in_{kind}", combine_bias=kind
+        )
+
+        def __init__(self, group: EPGroup, shape: BackendShape) -> None:
+            super().__init__(group, shape)
+            self._comm = CommStream(group.device, 1, RecordedCuda(recorder, "communication"))
+
+        def combine(
+            self, expert_output: Tensor, handle: ReturnPath, bias: Tensor | None = None
+        ) -> Any:
+            inner = super().combine(expert_output, handle)
+            held = None
+            if bias is not None:
+                held = torch.empty_like(bias)
+                self._comm.follow_current_stream()
+                with recorder.on_stream(self._comm.address), recorder.labelled("combine"):
+                    held.copy_(bias)
+                self._comm.mark_end(0)
+            return _Biased(inner, self._comm, held)
+
+    return BiasedBackend
+
+
+def _symm_mem_backend(recorder: StreamRecorder) -> type[Any]:
+    from ep_runtime.all2all.symm_mem import SymmMemBackend, SymmMemLimits
+
+    class SymmMemOnCommStream(SymmMemBackend):
+        capabilities = replace(SymmMemBackend.capabilities, name="stand_in_symm_mem")
+
+        def __init__(self, group: EPGroup, shape: BackendShape) -> None:
+            super().__init__(group, shape, limits=SymmMemLimits(comm_stream_bytes=0))
+            cuda = RecordedCuda(recorder, "communication")
+            self._comm_stream = CommStream(group.device, len(self.channels), cuda)
+            self._on_cuda = True
+
+        def close(self) -> None:
+            self._comm_stream = None
+            super().close()
+
+    return SymmMemOnCommStream
+
+
+class _Monolithic(MonolithicExperts):
+    """Routes by the definition, then computes this rank's experts."""
+
+    def workspace_bytes(self, max_rows: int) -> int:
+        return 0
+
+    def run(
+        self,
+        hidden_states: Tensor,
+        router_logits: Tensor,
+        *,
+        context: MonolithicContext,
+        workspace: Workspace,
+    ) -> Tensor:
+        routing = route_tokens(router_logits, context.routing, context.correction_bias)
+        local = look_up(context.expert_map, routing.topk_ids)
+        here = local >= 0
+        index = torch.where(here, local, 0).flatten().long()
+        context.tokens_per_expert.scatter_add_(0, index, here.flatten().long())
+        rows = StandardExpertInput(hidden_states, local, routing.topk_weights)
+        shape = self.shape
+        return run_standard_reference(rows, context.weights, shape.activation, shape.scheme)
+
+
+def _experts_class(name: str, concurrency: Concurrency) -> type[Any]:
+    is_monolithic = "monolithic" in name
+    declared = replace(
+        ReferenceExperts.capabilities,
+        name=name,
+        kind=ExpertsKind.MONOLITHIC if is_monolithic else ExpertsKind.MODULAR,
+        formats=frozenset({InputFormat.STANDARD}) if is_monolithic else frozenset(InputFormat),
+        rows=frozenset(RowScheme),
+        concurrency=(ConcurrencyRule(None, concurrency, "a stand-in's declaration"),),
+    )
+    base: type[Any] = _Monolithic if is_monolithic else ReferenceExperts
+    return type(name, (base,), {"capabilities": declared})
+
+
+@contextmanager
+def registered_stand_ins(recorder: StreamRecorder, *, with_triton: bool) -> Iterator[None]:
+    """Make the stand-ins choosable by name while this is open."""
+    made: list[type[All2AllBackend[Any, Any]]] = [
+        _biased_backend(kind, recorder) for kind in (CombineBias.AT_ISSUE, CombineBias.AT_JOIN)
+    ]
+    if with_triton:
+        made.append(_symm_mem_backend(recorder))
+    for backend in made:
+        backends.register_backend(backend.capabilities.name, backend)
+    for name in EXPERTS:
+        concurrency = Concurrency(name.rpartition("_")[2])
+        experts.register_experts(name, _experts_class(name, concurrency))
+    try:
+        yield
+    finally:
+        for backend in made:
+            backends._registered.pop(backend.capabilities.name)
+        for name in EXPERTS:
+            experts._registered.pop(name)

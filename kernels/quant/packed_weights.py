@@ -1,0 +1,157 @@
+"""Quantised weights as the packed kernels read them: repacked once, when a layer is loaded.
+
+E experts, N output rows, K input columns, G groups of columns. A row becomes int16 words of F
+fields, four of 4 bits or two of 8, block by block of F * KW columns: field i of a block's word j,
+lowest bits first, is the block's column i * KW + j (kernels/packed_tiles.py says why). K is filled
+up with codes of 0 to whole blocks, and G to the groups of those, with scales of 0; scales and zero
+points lie [E, G, N], so that a group's are next to each other.
+
+Example: KW = 2, 4 bits, columns 0 to 7: the words are 0x6420 and 0x7531.
+"""
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from ep_runtime.kernels.quant.packing import pack_pairs, unpack_pairs
+from ep_runtime.kernels.quant.scheme import QuantParameters, QuantScheme, WeightScheme
+
+# What a field of a word is, as the kernels call it.
+_STORED = {
+    WeightScheme.INT4: "int4",
+    WeightScheme.INT8: "int8",
+    WeightScheme.MXFP4: "e2m1",
+    WeightScheme.NVFP4: "e2m1",
+}
+PACKED_SCHEMES = frozenset(_STORED)
+# Columns that may share a scale in int4 and int8; a whole row may as well.
+GROUP_SIZES = frozenset(32 << power for power in range(6))
+_FIXED_GROUPS = {WeightScheme.MXFP4: 32, WeightScheme.NVFP4: 16}
+_MAX_WORDS = 64  # of a block; as many bytes as TMA reads of a row at once
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """What a word is, how wide a block is, and how many columns share a scale; w13 and w2 alike.
+
+    stored: int4 | int8 | e2m1. words_per_block: KW, of a row. group_size: None where a whole row
+    shares one scale.
+    """
+
+    stored: str
+    words_per_block: int
+    group_size: int | None
+
+    @property
+    def fields_per_word(self) -> int:
+        return 2 if self.stored == "int8" else 4
+
+    @property
+    def columns_per_block(self) -> int:
+        return self.fields_per_word * self.words_per_block
+
+    def num_blocks(self, num_columns: int) -> int:
+        return ceil(num_columns / self.columns_per_block)
+
+    def num_words(self, num_columns: int) -> int:
+        """Of a row."""
+        return self.num_blocks(num_columns) * self.words_per_block
+
+    def num_groups(self, num_columns: int) -> int:
+        """Of the columns filled up to whole blocks."""
+        if self.group_size is None:
+            return 1
+        return ceil(self.num_blocks(num_columns) * self.columns_per_block / self.group_size)
+
+
+def is_packed(scheme: QuantScheme) -> bool:
+    """Whether kernels read such weights packed."""
+    return scheme.weight in PACKED_SCHEMES
+
+
+def packed_fault(scheme: QuantScheme) -> str | None:
+    """Why weights of a packed scheme have no layout, naming the key; None where they have one."""
+    if scheme.has_input_order:
+        return (
+            "it reads columns in the order of the rows', and quantization.has_input_order is true "
+            "(act-order); choose experts: reference"
+        )
+    size = scheme.group_size
+    if scheme.weight not in _FIXED_GROUPS and size is not None and size not in GROUP_SIZES:
+        return (
+            f"quantization.group_size ({size}) is not among its "
+            f"{', '.join(map(str, sorted(GROUP_SIZES)))}; choose experts: reference"
+        )
+    return None
+
+
+def packed_layout(scheme: QuantScheme) -> PackedLayout:
+    """The layout for a scheme: the widest block of whose fields each has one scale.
+
+    ValueError for a scheme without one, or with a `packed_fault`.
+    """
+    if not is_packed(scheme):
+        raise ValueError(f"weights stored as {scheme.weight} have no packed layout")
+    if fault := packed_fault(scheme):
+        raise ValueError(f"weights stored as {scheme.weight} cannot be packed: {fault}")
+    size = _FIXED_GROUPS.get(scheme.weight, scheme.group_size)
+    return PackedLayout(_STORED[scheme.weight], min(size or _MAX_WORDS, _MAX_WORDS), size)
+
+
+def pack_weight(
+    values: Tensor, quant: QuantParameters, layout: PackedLayout
+) -> tuple[Tensor, QuantParameters]:
+    """Repack one projection of all experts, one by one.
+
+    values: as `QuantizedTensor` says, [E, N, K] uint8 or [E, N, K / 2]. Returns words [E, N, blocks
+    * KW] int16, and scales [E, G, N] in their own dtype and zero points [E, G, N] uint8 or None.
+    Beside what it returns it takes about 4 * N * K bytes.
+    """
+    num_experts, num_rows, num_columns = values.shape
+    if layout.fields_per_word == 4:
+        num_columns *= 2
+    words = values.new_empty(
+        (num_experts, num_rows, layout.num_words(num_columns)), dtype=torch.int16
+    )
+    for expert in range(num_experts):
+        words[expert] = _pack_expert(values[expert], layout)
+    num_groups = layout.num_groups(num_columns)
+    zeros, global_scales = quant.zero_points, quant.global_scales
+    return words, replace(
+        quant,
+        scales=_by_group(quant.scales, num_groups),
+        zero_points=None if zeros is None else _by_group(zeros, num_groups),
+        global_scales=None if global_scales is None else global_scales.contiguous(),
+    )
+
+
+def _pack_expert(values: Tensor, layout: PackedLayout) -> Tensor:
+    """One expert's values as words [N, blocks * KW] int16."""
+    codes = unpack_pairs(values) if layout.fields_per_word == 4 else values
+    width = layout.num_blocks(codes.shape[1]) * layout.columns_per_block
+    padded = codes.new_zeros((codes.shape[0], width))
+    padded[:, : codes.shape[1]] = codes
+    # [N, blocks, F, KW] -> [N, blocks, KW, F]
+    of_words = padded.unflatten(1, (-1, layout.fields_per_word, layout.words_per_block)).mT
+    fields = of_words.flatten(1)
+    return (pack_pairs(fields) if layout.fields_per_word == 4 else fields).view(torch.int16)
+
+
+def unpack_words(words: Tensor, num_columns: int, layout: PackedLayout) -> Tensor:
+    """The inverse: words [.., blocks * KW] int16 as codes [.., K] uint8."""
+    codes = words.contiguous().view(torch.uint8)
+    if layout.fields_per_word == 4:
+        codes = unpack_pairs(codes)
+    blocks = codes.unflatten(-1, (-1, layout.words_per_block, layout.fields_per_word)).mT
+    columns: Tensor = blocks.flatten(-3)[..., :num_columns]
+    return columns
+
+
+def _by_group(values: Tensor, num_groups: int) -> Tensor:
+    """[E, N, groups] as [E, num_groups, N], filled up with 0."""
+    num_experts, num_rows, present = values.shape
+    by_group = values.new_zeros((num_experts, num_groups, num_rows))
+    by_group[:, :present] = values.mT
+    return by_group

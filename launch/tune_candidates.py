@@ -1,0 +1,147 @@
+"""The tiles that `ep-runtime tune` tries, for each projection and height of tiles."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal
+
+import torch
+
+from ep_runtime.kernels.base import ExpertsShape
+from ep_runtime.kernels.hopper_tiles import HopperSchedule
+from ep_runtime.kernels.quant.scheme import WeightScheme
+from ep_runtime.kernels.tile_checks import (
+    FP8_GROUP,
+    MAX_BLOCK_K,
+    MAX_SHARED_BYTES,
+    shared_bytes,
+)
+from ep_runtime.kernels.tiles import (
+    BLOCK_M_HEIGHTS,
+    HOPPER_BLOCK_M,
+    ExpertsTiles,
+    GemmTiles,
+    rule_tiles,
+    takes_hopper,
+)
+
+Projection = Literal["gate_up", "down"]
+PROJECTIONS: tuple[Projection, ...] = ("gate_up", "down")
+# Stages of all programs of a multiprocessor: fewer loads in flight do not cover memory's latency.
+MIN_IN_FLIGHT = 110 * 1024
+# Rows an expert from which the Hopper GEMMs are tried; the rule takes them from 60 or 100 on.
+HOPPER_TRIED_FROM = 24
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run one projection: block_m positions a tile, and Triton's tiles or Hopper's."""
+
+    projection: Projection
+    block_m: int
+    how: GemmTiles | HopperSchedule
+
+    @property
+    def is_hopper(self) -> bool:
+        return isinstance(self.how, HopperSchedule)
+
+    def __str__(self) -> str:
+        numbers = ", ".join(f"{name} {value}" for name, value in vars(self.how).items())
+        kind = "Hopper, " if self.is_hopper else ""
+        return f"{self.projection}: {kind}block_m {self.block_m}, {numbers}"
+
+
+def heights_near(expected: float, shape: ExpertsShape, device: torch.device) -> tuple[int, ...]:
+    """The rule's height for so many rows an expert, and its neighbours.
+
+    Example: 32 rows: 32, 64, 128, since the rule has 40 in mind.
+    """
+    index = BLOCK_M_HEIGHTS.index(rule_tiles(expected, shape, device).block_m)
+    return BLOCK_M_HEIGHTS[max(0, index - 1) : index + 2]
+
+
+def candidates_of(
+    expected: float, shape: ExpertsShape, device: torch.device
+) -> tuple[Candidate, ...]:
+    """Everything that is tried for `expected` rows an expert; the rule's own tiles among them."""
+    found: dict[Candidate, None] = {}
+    rule = rule_tiles(expected, shape, device)
+    for projection in PROJECTIONS:
+        found[Candidate(projection, rule.block_m, gemm_of(rule, projection))] = None
+        for block_m in heights_near(expected, shape, device):
+            for tiles in _gemm_tiles(projection, block_m, shape):
+                found[Candidate(projection, block_m, tiles)] = None
+        if expected >= HOPPER_TRIED_FROM and takes_hopper(shape, device):
+            for schedule in _schedules():
+                found[Candidate(projection, HOPPER_BLOCK_M, schedule)] = None
+    return tuple(found)
+
+
+def gemm_of(tiles: ExpertsTiles, projection: Projection) -> GemmTiles:
+    """Triton's tiles of one projection."""
+    return tiles.gate_up if projection == "gate_up" else tiles.down
+
+
+def _schedules() -> Iterator[HopperSchedule]:
+    for group_tiles, lead_blocks in product((4, 8, 16, 32), (0, 1)):
+        yield HopperSchedule(group_tiles=group_tiles, lead_blocks=lead_blocks)
+    yield HopperSchedule(num_stages=3)
+
+
+def _gemm_tiles(projection: Projection, block_m: int, shape: ExpertsShape) -> Iterator[GemmTiles]:
+    is_quantised = shape.scheme.is_quantised
+    itemsize = 1 if is_quantised else shape.dtype.itemsize
+    is_gated = projection == "gate_up" and shape.activation.is_gated
+    for tiles in _all_tiles(block_m):
+        if is_quantised and not _suits_fp8(tiles, projection, shape.scheme.weight):
+            continue
+        if projection == "gate_up" and tiles.block_k > MAX_BLOCK_K:
+            continue
+        num_bytes = shared_bytes(
+            tiles, block_m, num_weights=2 if is_gated else 1, itemsize=itemsize
+        )
+        accumulators = block_m * tiles.block_n * (2 if is_gated else 1)
+        # Registers: a thread has 255, of which an accumulator can have about 128.
+        in_registers = accumulators <= 128 * 32 * tiles.num_warps
+        programs = max(1, tiles.programs_per_sm)
+        in_flight = num_bytes * (
+            programs if tiles.programs_per_sm else MAX_SHARED_BYTES // max(num_bytes, 1)
+        )
+        if in_registers and num_bytes * programs <= MAX_SHARED_BYTES and in_flight >= MIN_IN_FLIGHT:
+            yield tiles
+
+
+def _suits_fp8(tiles: GemmTiles, projection: Projection, weight: WeightScheme) -> bool:
+    most = FP8_GROUP if weight is WeightScheme.FP8_BLOCK else 256
+    is_group = tiles.block_n == FP8_GROUP or (projection == "down" and tiles.block_n <= most)
+    return tiles.block_k == FP8_GROUP and is_group
+
+
+def _all_tiles(block_m: int) -> Iterator[GemmTiles]:
+    """Of few rows: swapped, one program an item, or few resident ones; of many: in groups."""
+    if block_m < 128:
+        swaps = (True,) if block_m < 64 else (True, False)
+        layouts = ((1, 0, False), (1, 1, True), (1, 2, True), (1, 3, True))
+    else:
+        swaps = (False,)
+        layouts = ((8, 0, False), (8, 1, False), (8, 1, True), (16, 1, True))
+    for swap, block_n, block_k, num_warps, num_stages in product(
+        swaps, (64, 128, 256), (64, 128, 256), (4, 8), (3, 4, 5, 6, 8)
+    ):
+        # Eight warps are for wide blocks; four cannot hold the widest one's sums.
+        if (block_n == 64 and num_warps == 8) or (block_n == 256 and num_warps == 4):
+            continue
+        for group_tiles, programs_per_sm, flatten in layouts:
+            # Resident programs were ahead with few warps alone.
+            if block_m < 128 and programs_per_sm and num_warps == 8:
+                continue
+            yield GemmTiles(
+                block_n=block_n,
+                block_k=block_k,
+                num_warps=num_warps,
+                num_stages=num_stages,
+                swap_operands=swap,
+                group_tiles=group_tiles,
+                programs_per_sm=programs_per_sm,
+                flatten=flatten,
+            )

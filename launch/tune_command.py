@@ -1,0 +1,143 @@
+"""`ep-runtime tune`: measure the tiles of layers on this device and write them as a table."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import triton
+
+from ep_runtime.kernels.base import ExpertsShape
+from ep_runtime.kernels.errors import ConfigError
+from ep_runtime.kernels.interpreter import is_interpreting
+from ep_runtime.kernels.tile_tables import TileTable, TunedLayer, TunedPoint
+from ep_runtime.launch.json_file import prepare_file, write_json
+from ep_runtime.launch.tune_candidates import candidates_of
+from ep_runtime.launch.tune_compile import Job, compile_candidates
+from ep_runtime.launch.tune_layers import (
+    TuneSizes,
+    layers_to_tune,
+    num_source_rows,
+    parse_rows_per_expert,
+)
+from ep_runtime.launch.tune_problem import TuneProblem
+from ep_runtime.launch.tune_record import table_values
+from ep_runtime.launch.tune_search import SearchNotes, search_point
+from ep_runtime.launch.tune_timing import GraphTimer, Timer, measure_ceilings
+
+MOST_PROCESSES = 16
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class TunePlan:
+    """What is measured: for each layer, the rows on all ranks of each point, rising."""
+
+    layers: tuple[tuple[ExpertsShape, tuple[int, ...]], ...]
+
+    @property
+    def num_points(self) -> int:
+        return sum(len(rows) for _, rows in self.layers)
+
+
+def plan_tuning(shapes: Sequence[ExpertsShape], rows_per_expert: Sequence[float]) -> TunePlan:
+    """Numbers too small to be different in rows become one point."""
+    return TunePlan(
+        tuple(
+            (shape, tuple(sorted({num_source_rows(rows, shape) for rows in rows_per_expert})))
+            for shape in shapes
+        )
+    )
+
+
+def tune_command(
+    sources: Sequence[str],
+    sizes: TuneSizes,
+    *,
+    local_experts: int | None,
+    rows_per_expert: str,
+    output: Path,
+    processes: int | None,
+    say: Say,
+) -> None:
+    """Measure, tell of each point by `say`, and write `output` after each layer.
+
+    Raises ConfigError for what cannot be measured, before any time is spent.
+    """
+    shapes = layers_to_tune(sources, sizes, local_experts)
+    plan = plan_tuning(shapes, parse_rows_per_expert(rows_per_expert))
+    if is_interpreting() or not torch.cuda.is_available():
+        raise ConfigError(
+            "tune measures on a CUDA device, and there is none here, or TRITON_INTERPRET is set"
+        )
+    prepare_file("--output", output)
+    device = torch.device("cuda", torch.cuda.current_device())
+    num_processes = processes or min(MOST_PROCESSES, os.cpu_count() or 1)
+    started = time.perf_counter()
+    jobs = compile_jobs(plan, device)
+    say(f"{plan.num_points} points; compiling {len(jobs)} candidates in {num_processes} processes")
+    fault = compile_candidates(jobs, num_processes)
+    say(fault or f"compiled after {time.perf_counter() - started:.0f} s")
+    table = TileTable(
+        name=output.name,
+        device=torch.cuda.get_device_name(device),
+        triton=triton.__version__,
+        source=(
+            f"ep-runtime tune, torch {torch.__version__}: projections by CUDA graph, random rows "
+            f"and weights in turn, checked against float32; us of alignment and both projections"
+        ),
+        layers=(),
+    )
+    tune_layers(plan, table, device, GraphTimer(), output, say)
+
+
+def compile_jobs(plan: TunePlan, device: torch.device) -> list[Job]:
+    """Each candidate of each layer once; one compilation serves every number of rows."""
+    jobs: dict[Job, None] = {}
+    for shape, numbers in plan.layers:
+        for number in numbers:
+            expected = number * shape.top_k / (shape.num_experts or shape.num_local_experts)
+            for candidate in candidates_of(expected, shape, device):
+                jobs[shape, candidate] = None
+    return list(jobs)
+
+
+def tune_layers(
+    plan: TunePlan, table: TileTable, device: torch.device, timer: Timer, output: Path, say: Say
+) -> TileTable:
+    """`table` with the plan's layers, as it is written to `output` after each."""
+    rejected: dict[TunedLayer, list[str]] = {}
+    layers = list(table.layers)
+    for shape, numbers in plan.layers:
+        layer, notes = TunedLayer.of(shape), SearchNotes()
+        is_fp8 = shape.scheme.is_quantised
+        ceilings = measure_ceilings(timer, device, shape.dtype, is_fp8=is_fp8)
+        say(
+            f"{layer}: copy {ceilings.bytes_per_second / 1e12:.2f} TB/s, products "
+            f"{ceilings.flops_per_second / 1e12:.0f} TFLOP/s"
+        )
+        points: list[TunedPoint] = []
+        for number in numbers:
+            problem = TuneProblem(shape, number, device)
+            candidates = candidates_of(problem.rows_per_expert, shape, device)
+            points.append(search_point(problem, candidates, timer, ceilings, notes))
+            say(_point_text(points[-1]))
+            del problem
+        for reason, count in notes.failed.most_common():
+            say(f"  {count} candidates did not run: {reason}")
+        for line in notes.wrong:
+            say(f"  left out, wrong: {line}")
+        layers.append((layer, tuple(points)))
+        rejected[layer] = notes.wrong
+        table = TileTable(table.name, table.device, table.triton, table.source, tuple(layers))
+        write_json(output, table_values(table, rejected))
+    return table
+
+
+def _point_text(point: TunedPoint) -> str:
+    rule = f"{point.rows_per_expert:g} rows an expert: {point.rule_us:.1f} us by the rule"
+    if point.tiles is None:
+        return f"  {rule}, {point.roofline_fraction:.2f} of the limit; none is faster"
+    return f"  {rule}, {point.us:.1f} us ({point.roofline_fraction:.2f}) by {point.tiles}"

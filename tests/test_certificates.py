@@ -1,0 +1,94 @@
+"""Every certificate names a test that exists, and the state that its owner has."""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from ep_runtime.all2all import registry as backends
+from ep_runtime.kernels import registry as experts
+from ep_runtime.kernels.base import NEVER_REVIEWED, Concurrency, ConcurrencyRule
+from ep_runtime.shared_expert import SharedExpert
+
+ROOT = Path(__file__).parents[1]
+PAGE = "docs/streams.md"
+
+# Registered ones alone: other tests may have registered kernels of their own.
+CERTIFICATES: dict[str, tuple[ConcurrencyRule, ...]] = {
+    "the shared expert": SharedExpert.concurrency_rules,
+    **{
+        f"experts {name}": experts.experts_class(name).capabilities.concurrency
+        for name in experts._BUILT_IN
+    },
+    **{
+        f"backend {name}": (backends.backend_class(name).capabilities.communication,)
+        for name in backends._BUILT_IN
+    },
+}
+
+
+def fault_of(rule: ConcurrencyRule) -> str | None:
+    """Why a certificate is none; None where it stands, or claims nothing."""
+    if rule.concurrency is not Concurrency.CERTIFIED:
+        return None
+    path, separator, test = rule.evidence.partition("::")
+    if not separator or test not in _tests_of(path):
+        return f"{rule.evidence} is not a test"
+    return None if rule.owns.strip() else "it does not say what state is owned"
+
+
+@cache
+def _tests_of(path: str) -> frozenset[str]:
+    file = ROOT / path
+    if not path.startswith("tests/") or not file.is_file():
+        return frozenset()
+    body = ast.parse(file.read_text(encoding="utf-8")).body
+    functions = (node.name for node in body if isinstance(node, ast.FunctionDef))
+    return frozenset(name for name in functions if name.startswith("test_"))
+
+
+@pytest.mark.parametrize("owner", CERTIFICATES)
+def test_a_certificate_names_a_test_that_exists_and_what_is_owned(owner: str) -> None:
+    assert CERTIFICATES[owner]
+    assert [fault for rule in CERTIFICATES[owner] if (fault := fault_of(rule))] == []
+
+
+@pytest.mark.parametrize("owner", CERTIFICATES)
+def test_the_page_has_each_certificate(owner: str) -> None:
+    """A row of the page's table: name, class, evidence."""
+    name = owner.rpartition(" ")[2] if owner != "the shared expert" else owner
+    rows = [line for line in (ROOT / PAGE).read_text().splitlines() if line.startswith("|")]
+    kind = owner.partition(" ")[0]
+    own = [row for row in rows if row.startswith((f"| {kind} `{name}` |", f"| {name} |"))]
+    assert len(own) == 1, f"{PAGE} has {len(own)} rows for {owner}"
+    for rule in CERTIFICATES[owner]:
+        assert rule.concurrency.upper() in own[0]
+        if rule.concurrency is Concurrency.CERTIFIED:
+            assert rule.evidence in own[0]
+
+
+HERE = "tests/test_certificates.py::test_a_kernel_without_a_certificate_is_unsafe"
+
+
+@pytest.mark.parametrize(
+    ("evidence", "owns", "fault"),
+    [
+        (HERE, "nothing", None),
+        (HERE, " ", "owned"),
+        ("tests/test_certificates.py::test_that_nobody_wrote", "nothing", "not a test"),
+        ("tests/test_certificates.py::fault_of", "nothing", "not a test"),
+        ("tests/no_such_file.py::test_x", "nothing", "not a test"),
+        ("kernels/base.py::test_x", "nothing", "not a test"),
+        ("reviewed by hand", "nothing", "not a test"),
+    ],
+)
+def test_a_certificate_without_substance_is_refused(
+    evidence: str, owns: str, fault: str | None
+) -> None:
+    found = fault_of(ConcurrencyRule(None, Concurrency.CERTIFIED, evidence, owns))
+    assert (found is None) if fault is None else fault in str(found)
+
+
+def test_a_kernel_without_a_certificate_is_unsafe() -> None:
+    assert [rule.concurrency for rule in NEVER_REVIEWED] == [Concurrency.UNSAFE]
