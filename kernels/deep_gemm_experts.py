@@ -38,10 +38,11 @@ from ep_runtime.kernels.deep_gemm_operands import (
 )
 from ep_runtime.kernels.deep_gemm_package import ALIGNMENT, CAPABILITY, PACKAGE
 from ep_runtime.kernels.errors import PlanError
+from ep_runtime.kernels.index_positions import index_positions
 from ep_runtime.kernels.permute import permute_rows
 from ep_runtime.kernels.quant.scheme import RowScheme, WeightScheme
+from ep_runtime.kernels.sum_slots import sum_slots
 from ep_runtime.kernels.triton_experts import MAX_SLOTS_PER_PASS, _rows_of
-from ep_runtime.kernels.unpermute import index_positions, sum_positions
 from ep_runtime.kernels.workspace import Workspace, aligned_bytes
 
 
@@ -149,8 +150,12 @@ class DeepGemmExperts(DeepGemmBase):
                 position_experts,
                 out=outputs,
             )
-            sum_positions(
-                outputs, slot_positions, expert_input, num_local_experts=num_experts, out=output
+            sum_slots(
+                outputs,
+                expert_input,
+                num_local_experts=num_experts,
+                out=output,
+                slot_positions=slot_positions,
             )
 
     def _project_gate_up(

@@ -1,6 +1,6 @@
-"""Sum each row's slots, which are weighted already.
+"""Sum each row's slots: weighted already and by slot, or raw and by position.
 
-Shapes: R rows, K slots a row, N = R * K slots, H hidden size, E local experts.
+Shapes: R rows, K slots a row, N = R * K slots, H hidden size, E local experts, P padded positions.
 """
 
 # Triton kernels carry no Python types.
@@ -17,13 +17,20 @@ from ep_runtime.kernels.interpreter import is_interpreting, prepare_launch
 
 
 def sum_slots(
-    slot_outputs: Tensor, expert_input: StandardExpertInput, *, num_local_experts: int, out: Tensor
+    outputs: Tensor,
+    expert_input: StandardExpertInput,
+    *,
+    num_local_experts: int,
+    out: Tensor,
+    slot_positions: Tensor | None = None,
 ) -> None:
-    """out[r] = sum over k of slot_outputs[r * K + k], in float32, k rising.
+    """out[r] = sum over k of outputs[r * K + k], in float32, k rising.
 
-    slot_outputs: [N, H]; slots whose id is outside [0, num_local_experts), and those of rows from
-    num_rows on, are never read: they count as exactly 0. out: [R, H], any strides, written whole.
-    Moves slots * H + R * H elements. Does not wait for the device.
+    outputs: [N, H] contiguous. With slot_positions, [N] int32, it is [P, H] and raw, and a summand
+    is topk_weights[r, k] * outputs[slot_positions[r * K + k]]. Slots whose id is outside
+    [0, num_local_experts), and those of rows from num_rows on, are never read: they count as
+    exactly 0. out: [R, H], any strides, written whole. Moves slots * H + R * H elements. One
+    launch; does not wait for the device.
     """
     prepare_launch(out.device)
     ids = expert_input.topk_ids.contiguous()
@@ -33,8 +40,10 @@ def sum_slots(
     block_columns = min(triton.next_power_of_2(hidden_size), 4096 if is_interpreting() else 1024)
     num_blocks = triton.cdiv(hidden_size, block_columns)
     _sum_slots_kernel[(triton.cdiv(num_rows, block_rows) * num_blocks,)](
-        slot_outputs,
+        outputs,
+        slot_positions,
         ids,
+        None if slot_positions is None else expert_input.topk_weights.contiguous(),
         expert_input.num_rows,
         out,
         *out.stride(),
@@ -49,7 +58,12 @@ def sum_slots(
 
 
 def sum_slots_reference(
-    slot_outputs: Tensor, expert_input: StandardExpertInput, *, num_local_experts: int, out: Tensor
+    outputs: Tensor,
+    expert_input: StandardExpertInput,
+    *,
+    num_local_experts: int,
+    out: Tensor,
+    slot_positions: Tensor | None = None,
 ) -> None:
     """The definition of `sum_slots`."""
     ids = expert_input.topk_ids
@@ -58,16 +72,24 @@ def sum_slots_reference(
         rows = torch.arange(ids.shape[0], device=ids.device)
         is_valid &= (rows < expert_input.num_rows)[:, None]
     total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
-    slot_outputs = slot_outputs.view(*ids.shape, -1)
+    positions = torch.arange(ids.numel(), device=ids.device)
+    if slot_positions is not None:
+        positions = torch.where(is_valid.flatten(), slot_positions, 0).long()
+    positions = positions.view(ids.shape)
     for k in range(ids.shape[1]):
-        total += torch.where(is_valid[:, k, None], slot_outputs[:, k].float(), 0.0)
+        values = outputs[positions[:, k]].float()
+        if slot_positions is not None:
+            values = expert_input.topk_weights[:, k, None] * values
+        total += torch.where(is_valid[:, k, None], values, 0.0)
     out.copy_(total)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _sum_slots_kernel(
-    slot_outputs_ptr,  # [N, H]
+    outputs_ptr,  # [N, H], or [P, H] where there are positions
+    slot_positions_ptr,  # [N] or None
     ids_ptr,  # [R, K]
+    topk_weights_ptr,  # [R, K], or None where the outputs are weighted
     num_rows_ptr,  # [1] or None
     out_ptr,  # [R, H]
     stride_out_row,
@@ -96,12 +118,17 @@ def _sum_slots_kernel(
         slots = rows * TOP_K + k
         ids = tl.load(ids_ptr + slots, mask=is_written, other=-1)
         is_valid = (ids >= 0) & (ids < num_experts)
+        positions = slots
+        if slot_positions_ptr is not None:
+            positions = tl.load(slot_positions_ptr + slots, mask=is_valid, other=0).to(tl.int64)
         values = tl.load(
-            slot_outputs_ptr + slots[:, None] * hidden_size + columns[None, :],
+            outputs_ptr + positions[:, None] * hidden_size + columns[None, :],
             mask=is_valid[:, None] & is_column[None, :],
             other=0.0,
-        )
-        total += values.to(tl.float32)
+        ).to(tl.float32)
+        if topk_weights_ptr is not None:
+            values *= tl.load(topk_weights_ptr + slots, mask=is_valid, other=0.0)[:, None]
+        total += values
     out_ptrs = out_ptr + rows[:, None] * stride_out_row
     out_ptrs += columns.to(tl.int64)[None, :] * stride_out_col
     mask = is_row[:, None] & is_column[None, :]

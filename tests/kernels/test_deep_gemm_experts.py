@@ -386,7 +386,7 @@ def test_every_triton_kernel_compiles_for_sm_90(device: torch.device) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    new = {"_activate_rows_kernel", "_index_positions_kernel", "_sum_positions_kernel"}
+    new = {"_activate_rows_kernel", "_index_positions_kernel", "_sum_slots_kernel"}
     assert new <= set(json.loads(done.stdout))
 
 

@@ -18,7 +18,6 @@ from ep_runtime.kernels.packed_gemm import project_down_packed, project_gate_up_
 from ep_runtime.kernels.packed_schedule import PackedTiles
 from ep_runtime.kernels.quant.packed_weights import packed_layout
 from ep_runtime.kernels.triton_operands import pack_triton_weights
-from ep_runtime.kernels.unpack_weights import unpack_weights
 from tests.kernels.cases import ExpertsCase
 from tests.kernels.packed_cases import MXFP4, NVFP4, PackedCase, int4, int8
 from tests.tolerances import relative_error
@@ -104,16 +103,3 @@ def test_packed_projections_equal_their_definitions(
 def assert_only_slots_and_close(out: Tensor, expected: Tensor) -> None:
     assert torch.equal(out.isnan(), expected.isnan()), "wrote a place of no slot, or not all"
     assert relative_error(out.nan_to_num(), expected.nan_to_num()) < 1e-5
-
-
-@pytest.mark.parametrize("index", [3, 7, 10, 12, 14], ids=lambda index: NAMES[index])
-def test_unpacking_equals_dequantising(index: int, device: torch.device) -> None:
-    packed = CASES[index][0]
-    packed = replace(packed, case=replace(packed.case, hidden_size=64))
-    stored = packed.weights(device)
-    words = pack_triton_weights(stored, packed.scheme)
-    assert words.w2_quant is not None
-    expected = packed.dequantized(stored).w2
-    out = torch.full_like(expected, torch.nan)
-    unpack_weights(words.w2, words.w2_quant, packed_layout(packed.scheme), out=out)
-    assert torch.equal(out, expected)

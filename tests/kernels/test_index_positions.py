@@ -7,12 +7,8 @@ import torch
 
 from ep_runtime.kernels.align_blocks import AlignedSlots, align_slots
 from ep_runtime.kernels.base import StandardExpertInput
-from ep_runtime.kernels.unpermute import (
-    index_positions,
-    index_positions_reference,
-    sum_positions,
-    sum_positions_reference,
-)
+from ep_runtime.kernels.index_positions import index_positions, index_positions_reference
+from ep_runtime.kernels.sum_slots import sum_slots, sum_slots_reference
 from tests.kernels.cases import ExpertsCase, poisoned_workspace
 
 CASES = [
@@ -63,9 +59,15 @@ def test_positions_and_sums_are_those_of_the_definitions(
     outputs = torch.randn(num_positions, case.hidden_size, device=device)
     outputs[tables[0][0] < 0] = torch.nan
     sums = []
-    for add in (sum_positions, sum_positions_reference):
+    for add in (sum_slots, sum_slots_reference):
         out = torch.full((case.num_rows, case.hidden_size), torch.nan, device=device)
-        add(outputs, tables[0][1], expert_input, num_local_experts=num_experts, out=out)
+        add(
+            outputs,
+            expert_input,
+            num_local_experts=num_experts,
+            out=out,
+            slot_positions=tables[0][1],
+        )
         sums.append(out)
     torch.testing.assert_close(sums[0], sums[1], rtol=1e-6, atol=1e-6)
     assert not sums[0].isnan().any()
