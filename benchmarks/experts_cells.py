@@ -6,7 +6,8 @@ A cell is one layer shape with M tokens on every rank of its EP group. Nothing h
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# The limits of one H200, measured: a copy on the device (read plus write), bf16 and fp8 products.
+# What a roofline is drawn with, on one H200: bytes read, bf16 and fp8 products. Fixed; a run's own
+# are in "ceilings".
 BYTES_PER_SECOND = 4.27e12
 FLOPS_PER_SECOND = {"bf16": 795e12, "fp8_block": 1590e12}
 # Edge of the square that shares a scale in the scheme fp8_block.
@@ -156,7 +157,7 @@ class Work:
 
 
 def work_of(cell: Cell, *, rows: float, pairs: float, active_experts: float) -> Work:
-    """The larger of the active experts' bytes over the copy's rate and FLOPs over the product's.
+    """The larger of the active experts' bytes over BYTES_PER_SECOND and FLOPs over their rate.
 
     Example: 64 active experts of 37,748,736 bytes at 4.27 TB/s: 566 us.
     """

@@ -27,8 +27,8 @@ METHOD = {
     "number; median and percentiles over all replays",
     "rotation": "calls take turns among input sets and weight sets; neighbours share neither",
     "counted": "quantising activations, alignment, both GEMMs, activation, weighted sum",
-    "roofline": "the larger of the active experts' weight bytes over the copy's rate and FLOPs "
-    "over the product's (limits)",
+    "roofline": "the larger of the active experts' weight bytes and FLOPs, each over its rate in "
+    "limits",
     "right": "relative Frobenius errors of the whole result and of its worst row against float32 "
     "with the same dequantised weights, every input set, within error_limits",
     "ratio": "this project's median over the other's, of results that are right",

@@ -101,13 +101,13 @@ def audited_machine(*, with_triton: bool) -> Machine:
 
 
 def audit_layer(
-    moe: MoEConfig, fill: Callable[[MoELayer], None], cases: Sequence[AuditCase] | None = None
+    moe: MoEConfig, fill: Callable[[MoELayer], None], cases: Sequence[AuditCase]
 ) -> Iterator[AuditResult]:
-    """Audit a layer, case by case; None: all combinations.
+    """Audit a layer, case by case.
 
     moe: as `audited_config` gives it. fill: gives a layer its weights (and finishes loading).
     """
-    for case in all_cases() if cases is None else cases:
+    for case in cases:
         yield audit_case(moe, fill, case)
 
 

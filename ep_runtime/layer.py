@@ -193,12 +193,15 @@ class MoELayer(nn.Module):
 
     @property
     def w13_quant(self) -> QuantParameters | None:
-        """What belongs to w13's stored values; None where the experts are not quantised."""
+        """What belongs to w13's stored values; None where the experts are not quantised.
+
+        Raises ConfigError once the kernel keeps them in a form of its own.
+        """
         return self._parameters_of("w13")
 
     @property
     def w2_quant(self) -> QuantParameters | None:
-        """What belongs to w2's stored values; None where the experts are not quantised."""
+        """As `w13_quant`."""
         return self._parameters_of("w2")
 
     def _parameters_of(self, projection: str) -> QuantParameters | None:

@@ -224,9 +224,10 @@ def _pair_fault(
             f"takes {', '.join(sorted(kernel.formats))}; change all2all_backend or experts"
         )
     rows, _ = choose_rows(moe, parallel, backend, kernel)
-    if rows not in kernel.rows:
+    taken = kernel.rows_of(moe.quantization.weight)
+    if rows not in taken:
         return (
             f"backend {backend.name} sends rows as {rows} here, and experts {kernel.name} takes "
-            f"{', '.join(sorted(kernel.rows))}; change all2all_backend or experts"
+            f"{', '.join(sorted(taken))}; change all2all_backend or experts"
         )
     return None

@@ -17,7 +17,7 @@ from torch import Tensor
 from ep_runtime.kernels.activation import apply_activation
 from ep_runtime.kernels.base import Activation
 from ep_runtime.kernels.dependent_launch import await_predecessor, launch_options
-from ep_runtime.kernels.grouped_gemm import _activate
+from ep_runtime.kernels.grouped_gemm import activate
 from ep_runtime.kernels.interpreter import is_interpreting, prepare_launch
 from ep_runtime.kernels.quant.fp8_rows import num_groups, quantize_group, quantize_rows_reference
 
@@ -171,7 +171,7 @@ def _activate_rows_kernel(
                 up_ptrs += (columns + width) * stride_rows_col
                 up = tl.load(up_ptrs, mask=mask, other=0.0).to(tl.float32)
             # Of zeros it is 0, whichever it is: what a mask left out does not raise an amax.
-            x = _activate(x, up, alpha, limit, ACTIVATION)
+            x = activate(x, up, alpha, limit, ACTIVATION)
         values, scales = quantize_group(x)
         values_ptrs = values_ptr + rows[:, None] * stride_values_row + columns * stride_values_col
         tl.store(values_ptrs, values, mask=mask)

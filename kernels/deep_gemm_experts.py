@@ -1,6 +1,6 @@
 """Experts over the package deep_gemm, for the standard format and its contiguous layout.
 
-Six launches: align the slots into runs of whole blocks an expert, note each position's expert and
+Seven launches: align the slots into runs of whole blocks an expert, note each position's expert and
 each slot's position, permute (and quantise) the rows, GEMM, activate and quantise, GEMM; then
 weight and sum. None waits for the device, so a call can be captured into a CUDA graph, after one
 that compiled the GEMMs. Those go over as many positions as any routing could need: in place of the
@@ -41,8 +41,8 @@ from ep_runtime.kernels.errors import PlanError
 from ep_runtime.kernels.index_positions import index_positions
 from ep_runtime.kernels.permute import permute_rows
 from ep_runtime.kernels.quant.scheme import RowScheme, WeightScheme
+from ep_runtime.kernels.row_passes import row_passes, rows_per_pass
 from ep_runtime.kernels.sum_slots import sum_slots
-from ep_runtime.kernels.triton_experts import MAX_SLOTS_PER_PASS, _rows_of
 from ep_runtime.kernels.workspace import Workspace, aligned_bytes
 
 
@@ -75,7 +75,7 @@ class DeepGemmExperts(DeepGemmBase):
     def workspace_bytes(self, max_rows: int) -> int:
         """Enough for a call of `max_rows` rows or fewer."""
         shape = self.shape
-        num_slots = min(max_rows, self._rows_per_pass()) * shape.top_k
+        num_slots = min(max_rows, rows_per_pass(self.shape.top_k)) * shape.top_k
         num_experts = shape.num_local_experts
         if num_slots == 0 or num_experts == 0:
             return 0
@@ -100,13 +100,9 @@ class DeepGemmExperts(DeepGemmBase):
         if expert_input.topk_ids.numel() == 0 or weights.w13.shape[0] == 0:
             return torch.zeros(rows.shape, dtype=dtype, device=rows.device)
         output = torch.empty(rows.shape, dtype=dtype, device=rows.device)
-        for first in range(0, rows.shape[0], self._rows_per_pass()):
-            part = slice(first, first + self._rows_per_pass())
-            self._run_pass(_rows_of(expert_input, part), weights, workspace, output[part])
+        for part, out in row_passes(expert_input, output):
+            self._run_pass(part, weights, workspace, out)
         return output
-
-    def _rows_per_pass(self) -> int:
-        return max(1, MAX_SLOTS_PER_PASS // self.shape.top_k)
 
     def _run_pass(
         self,

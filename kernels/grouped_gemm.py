@@ -7,7 +7,7 @@ one expert; slot s belongs to row s // K. Batched rows [E, capacity, H] are take
 
 A launch works through items, an item being one tile and one block of output columns. They are
 dealt out round robin to a fixed number of programs, in an order in which those that run at the same
-time share rows and weights (`_item_at`). The weights come through TMA; rows are gathered by slot in
+time share rows and weights (`item_at`). The weights come through TMA; rows are gathered by slot in
 the first projection, and lie in expert order, so come through TMA, in the second.
 
 With few rows a tile the product is transposed (`GemmTiles.swap_operands`): the weights are the left
@@ -246,7 +246,7 @@ def _tile_constants(tiles: GemmTiles) -> dict[str, int | bool]:
 
 
 @triton.jit
-def _item_at(item, num_tiles, num_blocks, GROUP_TILES: tl.constexpr):
+def item_at(item, num_tiles, num_blocks, GROUP_TILES: tl.constexpr):
     """The tile and the block of columns of an item.
 
     GROUP_TILES tiles go through all blocks before the next tiles begin, block by block.
@@ -294,7 +294,7 @@ def _by_row(scales, SWAP_OPERANDS: tl.constexpr):
 
 
 @triton.jit
-def _activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
+def activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
     """`apply_activation` on float32 halves; comparisons are written so that a NaN stays one."""
     if ACTIVATION == "silu":
         return gate * tl.sigmoid(gate) * up
@@ -355,7 +355,7 @@ def _project_gate_up_kernel(
     num_tiles = tl.load(num_tiles_ptr)
     num_items = num_tiles * num_blocks
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), flatten=FLATTEN):
-        tile, block = _item_at(item, num_tiles, num_blocks, GROUP_TILES)
+        tile, block = item_at(item, num_tiles, num_blocks, GROUP_TILES)
         expert = tl.load(tile_experts_ptr + tile)
         positions = (tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
         slots = tl.load(slots_ptr + positions)
@@ -431,7 +431,7 @@ def _project_gate_up_kernel(
             if is_gated:
                 bias_ptrs += intermediate_size
                 up += tl.load(bias_ptrs, mask=is_column, other=0.0).to(tl.float32)[None, :]
-        result = _activate(gate, up, alpha, limit, ACTIVATION)
+        result = activate(gate, up, alpha, limit, ACTIVATION)
         if out_scales_ptr is not None:
             tl.static_assert(BLOCK_N == 128)
             values, scales = quantize_group(tl.where(is_column[None, :], result, 0.0))
@@ -475,7 +475,7 @@ def _project_down_kernel(
     num_tiles = tl.load(num_tiles_ptr)
     num_items = num_tiles * num_blocks
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), flatten=FLATTEN):
-        tile, block = _item_at(item, num_tiles, num_blocks, GROUP_TILES)
+        tile, block = item_at(item, num_tiles, num_blocks, GROUP_TILES)
         expert = tl.load(tile_experts_ptr + tile)
         positions = (tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
         first_row = expert * hidden_size + block * BLOCK_N

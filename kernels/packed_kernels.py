@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ep_runtime.kernels.dependent_launch import await_predecessor
-from ep_runtime.kernels.grouped_gemm import _activate, _item_at
+from ep_runtime.kernels.grouped_gemm import activate, item_at
 from ep_runtime.kernels.packed_tiles import (
     load_centres,
     load_scales,
@@ -94,7 +94,7 @@ def project_gate_up_packed_kernel(
     SCALES: tl.constexpr = scales_per_block(GROUP, FIELDS, KW)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     last = (tl.cdiv(hidden_size, COLUMNS) - 1) * COLUMNS  # where the last block begins
-    tile, block = _item_at(item, num_tiles, num_blocks, GROUP_TILES)
+    tile, block = item_at(item, num_tiles, num_blocks, GROUP_TILES)
     expert = tl.load(tile_experts_ptr + tile)
     positions = (tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     slots = tl.load(slots_ptr + positions)
@@ -163,7 +163,7 @@ def project_gate_up_packed_kernel(
         if is_gated:
             bias_ptrs += intermediate_size
             up += tl.load(bias_ptrs, mask=is_column, other=0.0).to(tl.float32)[:, None]
-    result = _activate(gate, up, alpha, limit, ACTIVATION).to(out_ptr.dtype.element_ty).T
+    result = activate(gate, up, alpha, limit, ACTIVATION).to(out_ptr.dtype.element_ty).T
     out_ptrs = out_ptr + positions[:, None] * stride_out_row + columns[None, :]
     tl.store(out_ptrs, result, mask=is_slot[:, None] & is_column[None, :])
 
@@ -205,7 +205,7 @@ def project_down_packed_kernel(
     COLUMNS: tl.constexpr = FIELDS * KW
     SCALES: tl.constexpr = scales_per_block(GROUP, FIELDS, KW)
     last = (tl.cdiv(intermediate_size, COLUMNS) - 1) * COLUMNS  # where the last block begins
-    tile, block = _item_at(item, num_tiles, num_blocks, GROUP_TILES)
+    tile, block = item_at(item, num_tiles, num_blocks, GROUP_TILES)
     expert = tl.load(tile_experts_ptr + tile)
     positions = (tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     columns = block * BLOCK_N + tl.arange(0, BLOCK_N)

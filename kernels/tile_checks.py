@@ -87,7 +87,9 @@ def check_tiles(
         if scheme != WeightScheme.NONE:
             _check_fp8(gemm, scheme, f"{place}.{name}", quantises=name == "gate_up")
         elif name == "gate_up" and gemm.block_k > MAX_BLOCK_K:
-            raise ValueError(f"{place}.gate_up.block_k ({gemm.block_k}) must be at most 128")
+            raise ValueError(
+                f"{place}.gate_up.block_k ({gemm.block_k}) must be at most {MAX_BLOCK_K}"
+            )
         needed = shared_bytes(gemm, tiles.block_m, num_weights=num_weights, itemsize=itemsize)
         if needed > MAX_SHARED_BYTES:
             raise ValueError(

@@ -24,7 +24,7 @@ import triton
 from ep_runtime.kernels.base import ExpertsShape
 from ep_runtime.kernels.errors import ConfigError
 from ep_runtime.kernels.interpreter import is_interpreting
-from ep_runtime.kernels.tile_checks import check_tiles, read_fields
+from ep_runtime.kernels.tile_checks import TUNED_SCHEMES, check_tiles, read_fields
 from ep_runtime.kernels.tiles import ExpertsTiles, rule_regime
 
 SHIPPED_TABLES = Path(__file__).parent / "tuned"
@@ -172,8 +172,11 @@ def _find_points(
 def describe_tuning(shape: ExpertsShape, device_name: str) -> str:
     """Where the tiles of a layer on a device of that name come from, with the Triton that is here.
 
-    Example: `table NVIDIA_H200.json, at 1, 8, 32 rows an expert; else the rule`.
+    Example: `table NVIDIA_H200.json, near 1, 8, 32 rows an expert; else the rule`.
     """
+    weight = shape.scheme.weight
+    if weight not in TUNED_SCHEMES:
+        return f"the rule: weights stored as {weight} have no tables"
     name, points = find_points(shape, device_name, triton.__version__)
     if not points:
         return f"the rule: no table of {device_name} with Triton {triton.__version__} has the layer"

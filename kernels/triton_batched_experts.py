@@ -1,8 +1,8 @@
 """Experts as Triton kernels for the batched format: cut tiles, two grouped GEMMs.
 
-Three launches on one stream, none of which waits for the device, all scratch from the workspace:
-so a call can be captured into a CUDA graph and runs beside other work. The GEMMs are those of the
-standard format; rows stay where the backend put them.
+Three launches on one stream (four where rows are quantised), none of which waits for the device,
+all scratch from the workspace: so a call can be captured into a CUDA graph and runs beside other
+work. The GEMMs are those of the standard format; rows stay where the backend put them.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """Experts as Triton kernels: align, two grouped GEMMs, sum; for the standard format.
 
-Four launches on one stream (with fp8 weights and rows that are not fp8 yet, five), none of which
-waits for the device, all scratch from the workspace: so a call can be captured into a CUDA graph
-and runs beside other work.
+Four launches on one stream (five where rows are quantised, or permuted for the Hopper GEMMs), none
+of which waits for the device, all scratch from the workspace: so a call can be captured into a CUDA
+graph and runs beside other work.
 """
 
 import torch
@@ -27,6 +27,7 @@ from ep_runtime.kernels.expert_projections import project_slots, projections_byt
 from ep_runtime.kernels.packed_schedule import PackedExpertsTiles, choose_packed_tiles
 from ep_runtime.kernels.quant.packed_weights import PACKED_SCHEMES, is_packed, packed_fault
 from ep_runtime.kernels.quant.scheme import RowScheme, WeightScheme
+from ep_runtime.kernels.row_passes import row_passes, rows_per_pass
 from ep_runtime.kernels.sum_slots import sum_slots
 from ep_runtime.kernels.tile_tables import describe_tuning
 from ep_runtime.kernels.tiles import BLOCK_M_HEIGHTS, ExpertsTiles, choose_tiles
@@ -36,10 +37,6 @@ from ep_runtime.kernels.triton_operands import (
     prepare_triton_weights,
 )
 from ep_runtime.kernels.workspace import Workspace
-
-# Bounds the workspace, which holds every slot's output: 0.9 GiB of those at hidden 7168 in bf16.
-# A pass of so many slots is limited by arithmetic, so reading the weights again costs little.
-MAX_SLOTS_PER_PASS = 65536
 
 
 class TritonExperts(ModularExperts):
@@ -89,7 +86,7 @@ class TritonExperts(ModularExperts):
     def workspace_bytes(self, max_rows: int) -> int:
         """Enough for a call of `max_rows` rows or fewer, whatever tiles it is cut into."""
         shape = self.shape
-        num_rows = min(max_rows, self._rows_per_pass())
+        num_rows = min(max_rows, rows_per_pass(shape.top_k))
         num_slots = num_rows * shape.top_k
         if num_slots == 0 or shape.num_local_experts == 0:
             return 0
@@ -115,13 +112,9 @@ class TritonExperts(ModularExperts):
         if expert_input.topk_ids.numel() == 0 or weights.w13.shape[0] == 0:
             return torch.zeros(rows.shape, dtype=dtype, device=rows.device)
         output = torch.empty(rows.shape, dtype=dtype, device=rows.device)
-        for first in range(0, rows.shape[0], self._rows_per_pass()):
-            part = slice(first, first + self._rows_per_pass())
-            self._run_pass(_rows_of(expert_input, part), weights, workspace, output[part])
+        for part, out in row_passes(expert_input, output):
+            self._run_pass(part, weights, workspace, out)
         return output
-
-    def _rows_per_pass(self) -> int:
-        return max(1, MAX_SLOTS_PER_PASS // self.shape.top_k)
 
     def _run_pass(
         self,
@@ -150,22 +143,3 @@ class TritonExperts(ModularExperts):
                 expert_input, weights, aligned, shape=shape, tiles=tiles, workspace=workspace
             )
             sum_slots(slot_outputs, expert_input, num_local_experts=num_experts, out=output)
-
-
-def _rows_of(expert_input: StandardExpertInput, part: slice) -> StandardExpertInput:
-    """Some of the rows, as an input of their own."""
-    if part.start == 0 and part.stop >= expert_input.hidden_states.shape[0]:
-        return expert_input
-    num_rows, scales = expert_input.num_rows, expert_input.scales
-    num_source_rows = expert_input.num_source_rows
-    if num_source_rows is not None:  # the part's share
-        all_rows = len(expert_input.hidden_states)
-        num_source_rows = num_source_rows * len(expert_input.hidden_states[part]) // all_rows
-    return StandardExpertInput(
-        hidden_states=expert_input.hidden_states[part],
-        topk_ids=expert_input.topk_ids[part],
-        topk_weights=expert_input.topk_weights[part],
-        num_rows=None if num_rows is None else num_rows - part.start,
-        scales=None if scales is None else scales[part],
-        num_source_rows=num_source_rows,
-    )

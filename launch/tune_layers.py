@@ -1,16 +1,17 @@
 """Which layers `ep-runtime tune` measures: those of checkpoints and run files, or sizes given."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ep_runtime.config import MoEConfig, ParallelConfig
 from ep_runtime.kernels.base import ExpertsShape
 from ep_runtime.kernels.errors import ConfigError
+from ep_runtime.kernels.row_passes import MAX_SLOTS_PER_PASS
 from ep_runtime.kernels.tile_checks import TUNED_SCHEMES
-from ep_runtime.kernels.triton_experts import MAX_SLOTS_PER_PASS
 from ep_runtime.launch.explain import read_source
 from ep_runtime.placement import place_experts
+from ep_runtime.selection import experts_shape
 
 _SIZES = ("hidden_size", "intermediate_size", "num_experts", "top_k")
 
@@ -80,16 +81,8 @@ def _shape_of(moe: MoEConfig, parallel: ParallelConfig, local_experts: int | Non
         raise ConfigError(
             f"--local-experts ({local_experts}) must be 1 to the layer's {moe.num_experts} experts"
         )
-    return ExpertsShape(
-        num_local_experts=local_experts,
-        hidden_size=moe.hidden_size,
-        intermediate_size=moe.moe_intermediate_size,
-        top_k=moe.top_k,
-        activation=moe.experts_activation(),
-        dtype=moe.torch_dtype,
-        scheme=moe.quantization,
-        num_experts=moe.num_experts,
-    )
+    # A bias changes no tiles.
+    return replace(experts_shape(moe, local_experts), has_bias=False)
 
 
 def num_source_rows(rows_per_expert: float, shape: ExpertsShape) -> int:

@@ -5,7 +5,6 @@ Shapes: N slots, P padded positions, H hidden size, I intermediate size.
 
 from collections.abc import Callable
 from functools import cached_property, partial
-from math import ceil
 
 import torch
 from torch import Tensor
@@ -39,9 +38,8 @@ from ep_runtime.launch.tune_inputs import (
 )
 
 Call = Callable[[], object]
-# Weights that are read in turn are together several times what an L2 holds.
+# Several times what an L2 holds: of smaller weights each set of rows has its own.
 MIN_WEIGHT_BYTES = 256 << 20
-MAX_WEIGHT_SETS = 4
 # Largest relative Frobenius error of a right result, by the type that it or what it is made of was
 # rounded to: 3 bits of mantissa give about 0.03, 8 about 0.003.
 FLOAT32_LIMIT, HALF_LIMIT, FP8_LIMIT = 1e-4, 1e-2, 6e-2
@@ -123,9 +121,8 @@ class TuneProblem:
         self.rows_per_expert = rows_per_expert(num_source_rows, num_source_rows, shape)
         generator = torch.Generator(device=device).manual_seed(num_source_rows)
         self._plain = [draw_weights(shape, generator)]
-        wanted = ceil(MIN_WEIGHT_BYTES / max(1, _num_bytes(self._plain[0])))
-        for _ in range(1, min(wanted, MAX_WEIGHT_SETS, num_sets)):
-            self._plain.append(draw_weights(shape, generator))
+        if _num_bytes(self._plain[0]) < MIN_WEIGHT_BYTES:
+            self._plain += [draw_weights(shape, generator) for _ in range(1, num_sets)]
         prepared = [prepare_triton_weights(weights) for weights in self._plain]
         self.sets = [
             RowSet(shape, prepared[index % len(prepared)], num_source_rows, generator)

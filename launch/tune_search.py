@@ -38,7 +38,6 @@ class SearchNotes:
 
     wrong: list[str] = field(default_factory=list)
     failed: Counter[str] = field(default_factory=Counter)
-    num_timed: int = 0
 
 
 def search_point(
@@ -93,7 +92,6 @@ def _best_of(
 ) -> Candidate | None:
     """The fastest right one; None where none is."""
     launched = [c for c in candidates if _launches(problem.calls(c)[0], problem, notes)]
-    notes.num_timed += len(launched)
     rough = timer.time({c: problem.calls(c) for c in launched}, num_rounds=ROUGH_ROUNDS)
     right: list[Candidate] = []
     for candidate in sorted(launched, key=lambda c: rough[c]):

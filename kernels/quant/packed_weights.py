@@ -10,6 +10,7 @@ Example: KW = 2, 4 bits, columns 0 to 7: the words are 0x6420 and 0x7531.
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 from math import ceil
 
 import torch
@@ -87,6 +88,7 @@ def packed_fault(scheme: QuantScheme) -> str | None:
     return None
 
 
+@cache
 def packed_layout(scheme: QuantScheme) -> PackedLayout:
     """The layout for a scheme: the widest block of whose fields each has one scale.
 

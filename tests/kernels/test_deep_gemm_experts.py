@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ep_runtime.config import MoEConfig, ParallelConfig
 from ep_runtime.distributed import init_distributed
-from ep_runtime.kernels import deep_gemm_experts, registry
+from ep_runtime.kernels import registry, row_passes
 from ep_runtime.kernels.base import (
     ActivationKind,
     BatchedExpertInput,
@@ -158,7 +158,7 @@ def test_rows_in_several_passes_equal_one_pass(
     expert_input, weights = SMALL.expert_input(device), SMALL.weights(device)
     kernel = DeepGemmExperts(SMALL.shape)
     whole = run(kernel, expert_input, weights)
-    monkeypatch.setattr(deep_gemm_experts, "MAX_SLOTS_PER_PASS", 8 * SMALL.top_k)
+    monkeypatch.setattr(row_passes, "MAX_SLOTS_PER_PASS", 8 * SMALL.top_k)
     assert torch.equal(run(kernel, expert_input, weights), whole)
 
 

@@ -16,7 +16,7 @@ from ep_runtime.kernels.align_blocks import AlignedSlots, align_slots_reference
 from ep_runtime.kernels.base import ActivationKind, ExpertWeights
 from ep_runtime.kernels.grouped_gemm import (
     GemmRows,
-    _item_at,
+    item_at,
     project_down,
     project_down_reference,
     project_gate_up,
@@ -258,7 +258,7 @@ def test_the_sum_equals_its_definition(num_rows: int | None, device: torch.devic
 @triton.jit
 def _list_items_kernel(out_ptr, num_tiles, num_blocks, NUM_ITEMS: tl.constexpr):
     for item in range(NUM_ITEMS):
-        tile, block = _item_at(item, num_tiles, num_blocks, 2)
+        tile, block = item_at(item, num_tiles, num_blocks, 2)
         tl.store(out_ptr + 2 * item, tile)
         tl.store(out_ptr + 2 * item + 1, block)
 

@@ -109,6 +109,12 @@ def test_a_table_of_another_device_or_triton_is_not_used(other: dict[str, str]) 
     assert describe_tuning(SHAPE, "NVIDIA H200").startswith("the rule: no table of NVIDIA H200")
 
 
+def test_packed_weights_are_said_to_have_no_tables() -> None:
+    shape = replace(SHAPE, scheme=QuantScheme(WeightScheme.MXFP4))
+    said = describe_tuning(shape, "NVIDIA H200")
+    assert said == "the rule: weights stored as mxfp4 have no tables"
+
+
 def test_no_table_is_used_on_a_cpu_or_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     register_tile_table(table(point(16, TUNED)))
     assert choose_tiles(512, 512, SHAPE, torch.device("cpu")) != TUNED

@@ -104,7 +104,7 @@ def test_rows_in_several_passes_equal_one_pass(
     expected = run(case, expert_input, weights)
     rows_per_pass = 7
     monkeypatch.setattr(
-        "ep_runtime.kernels.triton_experts.MAX_SLOTS_PER_PASS", rows_per_pass * case.shape.top_k
+        "ep_runtime.kernels.row_passes.MAX_SLOTS_PER_PASS", rows_per_pass * case.shape.top_k
     )
     assert TritonExperts(case.shape).workspace_bytes(19) == TritonExperts(
         case.shape
