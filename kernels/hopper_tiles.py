@@ -222,13 +222,14 @@ def finish_columns(
         result *= gl.expand_dims(row_weights, 1)
     mask = gl.expand_dims(is_row, 1) & gl.expand_dims(is_column, 0)
     if out_scales_ptr is not None:
-        # As kernels/quant/fp8_rows.py; these columns are one group.
+        # As `quantize_group` of kernels/quant/fp8_rows.py; these columns are one group.
         gl.static_assert(COLUMNS == 128)
         if HAS_COLUMN_TAIL:
             result = gl.where(mask, result, 0.0)
-        largest = gl.maximum(gl.max(gl.abs(result), axis=1), 1e-10)
-        scales = largest / 448.0
-        result *= gl.expand_dims(448.0 / largest, 1)
+        numbers = gl.where(result == result, gl.abs(result), 0.0)
+        amax = gl.maximum(gl.max(numbers, axis=1), 448.0 * 2.0**-126)
+        scales = gl.div_rn(amax, 448.0)
+        result *= gl.expand_dims(gl.div_rn(448.0, amax), 1)
         num_groups = gl.cdiv(num_columns, 128)
         scale_ptrs = out_scales_ptr + out_rows * num_groups + first_column // 128
         # The second half of an ungated block may lie wholly past the last column.

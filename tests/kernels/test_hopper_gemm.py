@@ -26,6 +26,7 @@ from ep_runtime.kernels.hopper_reference import (
     project_gate_up_hopper_reference,
 )
 from ep_runtime.kernels.hopper_tiles import HopperSchedule
+from ep_runtime.kernels.quant.fp8_rows import quantize_rows_reference
 from tests.kernels.hopper_cases import (
     HOPPER_CASES,
     SILU,
@@ -152,6 +153,32 @@ def test_first_projection_of_e4m3_equals_its_definition(
     largest = torch.nn.functional.pad(expected.abs(), (0, -case.inner % 128))
     largest = largest.unflatten(1, (-1, 128)).amax(-1)
     assert_close(out_scales.nan_to_num().bfloat16(), (largest / 448.0).nan_to_num())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [1.0, 2.0**-46, 0.0], ids=["usual", "tiny", "zero"])
+def test_groups_are_quantised_to_the_bit_as_rows_are(scale: float) -> None:
+    """One product a result and scales that are powers of two: nothing before it is rounded."""
+    device = torch.device("cuda")
+    squared = Activation(ActivationKind.RELU2)
+    case = HopperCase("exact", (128,), 256, 256, activation=squared)
+    tiles = case.tiles(device)
+    x = torch.zeros(tiles.slots.numel(), case.hidden, device=device)
+    x[:, 0] = 1
+    w13 = randn(1, case.projected, case.hidden, seed=2, device=device)
+    row_scales = torch.ones(len(x), 2, device=device)
+    scales = Fp8Scales(row_scales, torch.full((1, 2, 2), scale, device=device))
+    x, w13 = x.to(FP8), w13.to(FP8)
+    arguments: dict[str, Any] = {"activation": squared}
+    exact = project_gate_up_hopper_reference(x, w13, tiles, scales=scales, **arguments)
+    out_scales = poisoned(len(exact), case.inner // 128, dtype=torch.float32)
+    out = poisoned(len(exact), case.inner, dtype=FP8)
+    scales = replace(scales, out=out_scales)
+    project_gate_up_hopper(x, w13, tiles, out=out, scales=scales, **arguments)
+    is_row = ~exact[:, 0].isnan()
+    values, value_scales = quantize_rows_reference(exact[is_row])
+    assert torch.equal(out_scales[is_row], value_scales)
+    assert torch.equal(out[is_row].float(), values.float())
 
 
 @pytest.mark.gpu
