@@ -120,8 +120,8 @@ class BackendCapabilities:
     all layers of that shape.
     max_ep_size, ep_sizes, max_top_k, max_hidden_size: None for any. dtypes: of a layer's rows.
     row_schemes: how dispatch can send them.
-    communication: the certificate of what it has in flight beside the shared expert; the plan goes
-    by supports_async.
+    communication: the class of what it has in flight, counted in received rows. The shared expert
+    runs beside it only where that is CERTIFIED, on the aux stream and in a window alike.
     """
 
     name: str
@@ -144,11 +144,6 @@ class BackendCapabilities:
     auto_max_tokens: int | None = None
     receive_bytes: Callable[[BackendShape, int], int] = landed_bytes
     communication: ConcurrencyRule = NEVER_REVIEWED[0]
-
-    @property
-    def weights_in_combine(self) -> bool:
-        """Batched rows come back raw, and combine weighs and sums them; else the kernel has."""
-        return self.format is InputFormat.BATCHED
 
 
 def shape_fault(backend: BackendCapabilities, shape: BackendShape) -> str | None:

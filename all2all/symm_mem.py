@@ -123,9 +123,13 @@ from ep_runtime.kernels.symm_channel import (
     SlotLayout,
     first_received_row,
 )
-from ep_runtime.kernels.symm_put_results import put_results
-from ep_runtime.kernels.symm_put_tokens import put_tokens
-from ep_runtime.kernels.symm_wait import sum_results, wait_for_dispatch, wait_for_results
+from ep_runtime.kernels.symm_operators import (
+    put_results,
+    put_tokens,
+    sum_results,
+    wait_for_dispatch,
+    wait_for_results,
+)
 
 _FP8_CAPABILITY = (8, 9)  # the first GPUs that convert to e4m3
 _SLICE_S = 0.1  # of a wait on a CPU, between two looks at whether a rank has failed

@@ -9,9 +9,21 @@ from dataclasses import dataclass
 # What a roofline is drawn with, on one H200: bytes read, bf16 and fp8 products. Fixed; a run's own
 # are in "ceilings".
 BYTES_PER_SECOND = 4.27e12
-FLOPS_PER_SECOND = {"bf16": 795e12, "fp8_block": 1590e12}
+# Packed weights are multiplied in bf16.
+FLOPS_PER_SECOND = {
+    "bf16": 795e12,
+    "fp8_block": 1590e12,
+    **dict.fromkeys(("int4_g128", "int8_g128", "mxfp4", "nvfp4"), 795e12),
+}
 # Edge of the square that shares a scale in the scheme fp8_block.
 BLOCK = 128
+# Of packed schemes: bits of a weight, columns that share a scale, bytes of that.
+PACKED_BITS = {
+    "int4_g128": (4, 128, 2),
+    "int8_g128": (8, 128, 2),
+    "mxfp4": (4, 32, 1),
+    "nvfp4": (4, 16, 1),
+}
 
 
 @dataclass(frozen=True)
@@ -32,9 +44,15 @@ class LayerShape:
     def expert_bytes(self, scheme: str) -> int:
         """Bytes of one expert's w13 and w2 as stored, scales included.
 
-        Example: hidden 4096, intermediate 1536: 37,748,736 in bf16, 18,878,976 in fp8_block.
+        Example: hidden 4096, intermediate 1536: 37,748,736 in bf16, 18,878,976 in fp8_block,
+        9,732,096 in int4_g128. The three float32 of an expert in nvfp4 are not counted.
         """
         num_weights = 3 * self.hidden_size * self.intermediate_size
+        if scheme in PACKED_BITS:
+            bits, group, scale_bytes = PACKED_BITS[scheme]
+            of_w13 = 2 * self.intermediate_size * -(-self.hidden_size // group)
+            of_w2 = self.hidden_size * -(-self.intermediate_size // group)
+            return num_weights * bits // 8 + scale_bytes * (of_w13 + of_w2)
         if scheme == "bf16":
             return 2 * num_weights
         blocks_h, blocks_i = -(-self.hidden_size // BLOCK), -(-self.intermediate_size // BLOCK)
@@ -57,6 +75,23 @@ SHAPES = {
 
 
 @dataclass(frozen=True)
+class Target:
+    """What this project's time over another's is to be at most.
+
+    over: peers, of which the fastest that is right is taken in each cell; empty: this project's own
+    time for a byte of weights in the table `per_byte_of`, where both are bound by memory.
+    largest, geometric_mean: over the cells; None: not asked. tokens_per_rank: of which cells; None:
+    of all.
+    """
+
+    over: tuple[str, ...] = ()
+    largest: float | None = None
+    geometric_mean: float | None = None
+    tokens_per_rank: int | None = None
+    per_byte_of: str | None = None
+
+
+@dataclass(frozen=True)
 class Table:
     """Cells that are read together.
 
@@ -65,6 +100,7 @@ class Table:
     that landed on rank 0, with -1 in the slots of other ranks' experts.
     implementations: in the order of the columns; the first is this project's.
     baseline: what this project's time is held against beside its peers, or None.
+    targets: what is asked of this project's times.
     """
 
     name: str
@@ -73,6 +109,7 @@ class Table:
     routing: str
     implementations: tuple[str, ...]
     baseline: str | None = None
+    targets: tuple[Target, ...] = ()
 
     def has(self, shape: LayerShape) -> bool:
         """Whether the shape is in it: without other ranks no slot is empty."""
@@ -103,6 +140,42 @@ TABLES = {
             "fp8_block",
             "ep",
             ("ep_runtime", "vllm_triton", "deep_gemm", "deep_gemm_host_counts"),
+        ),
+        Table(
+            "int4_g128",
+            "int4, a scale for 128 columns, every slot local",
+            "int4_g128",
+            "local",
+            ("ep_runtime", "humming", "marlin", "moe_wna16", "ep_runtime_marlin"),
+            targets=(
+                Target(("humming", "marlin"), largest=1.0, geometric_mean=0.9),
+                Target(("humming", "marlin"), largest=0.92, tokens_per_rank=4096),
+                Target(("moe_wna16",), geometric_mean=1 / 3),
+            ),
+        ),
+        Table(
+            "mxfp4",
+            "MXFP4, every slot local",
+            "mxfp4",
+            "local",
+            ("ep_runtime", "triton_kernels", "humming", "marlin", "ep_runtime_marlin"),
+            targets=(Target(("triton_kernels",), geometric_mean=0.75),),
+        ),
+        Table(
+            "nvfp4",
+            "NVFP4, every slot local",
+            "nvfp4",
+            "local",
+            ("ep_runtime", "humming", "marlin", "ep_runtime_marlin"),
+            targets=(Target(per_byte_of="int4_g128", largest=1.15),),
+        ),
+        Table(
+            "int8_g128",
+            "int8, a scale for 128 columns, every slot local",
+            "int8_g128",
+            "local",
+            ("ep_runtime", "humming", "marlin", "moe_wna16", "ep_runtime_marlin"),
+            targets=(Target(per_byte_of="int4_g128", largest=1.15),),
         ),
     )
 }

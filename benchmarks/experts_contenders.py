@@ -7,6 +7,7 @@ raising Unavailable when it is built: it is left out of the record's times, with
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from benchmarks.experts_cells import LayerShape, Table
 from benchmarks.experts_data import RoutedRows
+from benchmarks.experts_quantise import PACKED_SCHEMES
 from ep_runtime.kernels.base import (
     Activation,
     ExpertsShape,
@@ -27,7 +29,13 @@ from ep_runtime.kernels.registry import experts_class
 from ep_runtime.kernels.workspace import Workspace
 
 OWN_EXPERTS = "triton"
-SCHEMES = {"bf16": UNQUANTISED, "fp8_block": QuantScheme(WeightScheme.FP8_BLOCK)}
+# Bound by an adapter of this project's: what is measured is this project's call of it.
+OWN_MARLIN = "marlin"
+SCHEMES = {
+    "bf16": UNQUANTISED,
+    "fp8_block": QuantScheme(WeightScheme.FP8_BLOCK),
+    **PACKED_SCHEMES,
+}
 
 
 class Unavailable(Exception):
@@ -69,7 +77,8 @@ class OwnExperts(Contender):
 
     def __init__(self, shape: LayerShape, table: Table, weights: Sequence[ExpertWeights]) -> None:
         super().__init__(shape, table, weights)
-        experts = experts_class(OWN_EXPERTS)(
+        name = self.experts_name()
+        experts = experts_class(name)(
             ExpertsShape(
                 num_local_experts=shape.num_local_experts,
                 hidden_size=shape.hidden_size,
@@ -77,15 +86,19 @@ class OwnExperts(Contender):
                 top_k=self.slots_per_row(),
                 activation=Activation(),
                 dtype=torch.bfloat16,
-                scheme=_own_scheme(table.scheme),
+                scheme=_own_scheme(name, table.scheme),
                 num_experts=self.num_experts(),
             )
         )
         if not isinstance(experts, ModularExperts):
-            raise Unavailable(f"experts {OWN_EXPERTS} is monolithic: it does its own routing")
+            raise Unavailable(f"experts {name} is monolithic: it does its own routing")
         self.experts = experts
         self.weights = [experts.prepare_weights(one) for one in weights]
         self.workspace = Workspace(self.device)
+
+    def experts_name(self) -> str:
+        """Which kernel of the registry."""
+        return OWN_EXPERTS
 
     def slots_per_row(self) -> int:
         return self.shape.top_k
@@ -105,7 +118,14 @@ class OwnExperts(Contender):
         return lambda: self.experts.run(expert_input, weights, self.workspace)
 
     def facts(self) -> dict[str, Any]:
-        return {"experts": OWN_EXPERTS}
+        return {"experts": self.experts_name()}
+
+
+class OwnMarlin(OwnExperts):
+    """This project's kernel over an installed Marlin, through its public class."""
+
+    def experts_name(self) -> str:
+        return OWN_MARLIN
 
 
 class PackedOwnExperts(OwnExperts):
@@ -136,10 +156,13 @@ def _pairs(rows: RoutedRows) -> tuple[Tensor, Tensor]:
     return row, slot
 
 
-def _own_scheme(name: str) -> QuantScheme:
+def _own_scheme(experts: str, name: str) -> QuantScheme:
     """The table's scheme, if the kernel declares it and takes its rows in bf16."""
-    scheme, capabilities = SCHEMES[name], experts_class(OWN_EXPERTS).capabilities
-    what = f"experts {OWN_EXPERTS}"
+    scheme, capabilities = SCHEMES[name], experts_class(experts).capabilities
+    what = f"experts {experts}"
+    packages = [capabilities.needs_package, *capabilities.or_packages]
+    if packages[0] is not None and not any(find_spec(package) for package in packages if package):
+        raise Unavailable(f"{what} needs a package: {' or '.join(filter(None, packages))}")
     if scheme.weight not in capabilities.schemes:
         raise Unavailable(
             f"{what} takes no {scheme.weight} weights: {_names(capabilities.schemes)}"
@@ -161,6 +184,10 @@ _CONTENDERS = {
     "ep_runtime_packed": "benchmarks.experts_contenders:PackedOwnExperts",
     "triton_kernels": "benchmarks.experts_triton_kernels:TritonKernels",
     "vllm_triton": "benchmarks.experts_vllm:VllmTriton",
+    "ep_runtime_marlin": "benchmarks.experts_contenders:OwnMarlin",
+    "marlin": "benchmarks.experts_vllm_packed:Marlin",
+    "moe_wna16": "benchmarks.experts_vllm_packed:MoeWna16",
+    "humming": "benchmarks.experts_humming:Humming",
     "deep_gemm": "benchmarks.experts_vllm:DeepGemm",
     "deep_gemm_host_counts": "benchmarks.experts_vllm:DeepGemmHostCounts",
 }

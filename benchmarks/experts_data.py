@@ -5,6 +5,7 @@ Shapes: R rows, K slots a row, H hidden size, I intermediate size, E local exper
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.experts_cells import BLOCK, Cell, LayerShape
+from benchmarks.experts_quantise import PACKED_SCHEMES, packed_weights
 from ep_runtime.kernels.base import ExpertWeights
+from ep_runtime.kernels.quant.dequantize import dequantize_expert
 from ep_runtime.kernels.quant.scheme import QuantParameters
 
 # Largest relative Frobenius error of a right result, over all rows and over any single one. Both
 # activations are rounded to the scheme's type on the way: e4m3 gives about 0.037, bf16 0.004.
-ERROR_LIMITS = {"bf16": (0.01, 0.02), "fp8_block": (0.06, 0.12)}
+# With packed weights they are bf16.
+ERROR_LIMITS = {"bf16": (0.01, 0.02), "fp8_block": (0.06, 0.12)} | dict.fromkeys(
+    PACKED_SCHEMES, (0.01, 0.02)
+)
 
 
 @dataclass(frozen=True)
@@ -78,9 +84,20 @@ def _on(
 def make_weights(
     shape: LayerShape, scheme: str, *, seed: int, device: torch.device, is_filled: bool = True
 ) -> ExpertWeights:
-    """Random weights of a size that keeps activations near 1; unwritten memory if not filled."""
+    """Random weights of a size that keeps activations near 1; no numbers to speak of if not filled.
+
+    Packed schemes round the same weights, whichever it is.
+    """
     generator = torch.Generator(device=device).manual_seed(seed)
     size_i, size_h = shape.intermediate_size, shape.hidden_size
+    if scheme in PACKED_SCHEMES:
+
+        def draw(rows: int, columns: int) -> Tensor:
+            normal = torch.randn(rows, columns, generator=generator, device=device)
+            return normal.mul_(columns**-0.5)
+
+        sizes = shape.num_local_experts, size_h, size_i
+        return packed_weights(sizes, scheme, draw if is_filled else None, device)
     parts: list[dict[str, Any]] = []
     for rows, columns, num_halves in ((2 * size_i, size_h, 2), (size_h, size_i, 1)):
         dtype = torch.bfloat16 if scheme == "bf16" else torch.float8_e4m3fn
@@ -107,8 +124,14 @@ def make_weights(
     )
 
 
-def dequantise(weights: ExpertWeights, expert: int) -> tuple[Tensor, Tensor]:
+def dequantise(weights: ExpertWeights, scheme: str, expert: int) -> tuple[Tensor, Tensor]:
     """One expert's w13 [2I, H] and w2 [H, I] in float32."""
+    if scheme in PACKED_SCHEMES:
+        of_scheme = partial(dequantize_expert, scheme=PACKED_SCHEMES[scheme], expert=expert)
+        return (
+            of_scheme(weights.w13, weights.w13_quant, num_parts=2),
+            of_scheme(weights.w2, weights.w2_quant, num_parts=1),
+        )
     return (
         _dequantise(weights.w13[expert], weights.w13_quant, expert, num_halves=2),
         _dequantise(weights.w2[expert], weights.w2_quant, expert, num_halves=1),
@@ -129,7 +152,9 @@ def _dequantise(
     return torch.cat(scaled)
 
 
-def reference(rows: RoutedRows, weights: ExpertWeights, *, up_shift: float = 0.0) -> Tensor:
+def reference(
+    rows: RoutedRows, weights: ExpertWeights, scheme: str, *, up_shift: float = 0.0
+) -> Tensor:
     """[R, H] float32: the weighted sum over each row's local slots of w2 @ (silu(gate) * up).
 
     up_shift: added to `up`, for an implementation whose gated activation is defined so.
@@ -138,7 +163,7 @@ def reference(rows: RoutedRows, weights: ExpertWeights, *, up_shift: float = 0.0
     for expert in rows.local_ids.unique().tolist():
         if expert < 0:
             continue
-        w13, w2 = dequantise(weights, expert)
+        w13, w2 = dequantise(weights, scheme, expert)
         row, slot = (rows.local_ids == expert).nonzero(as_tuple=True)
         gate, up = (rows.hidden_states[row].float() @ w13.T).chunk(2, dim=-1)
         result = (F.silu(gate) * (up + up_shift)) @ w2.T

@@ -39,15 +39,20 @@ class Effort:
 
 
 def make_weight_sets(
-    shape: LayerShape, scheme: str, device: torch.device, *, is_filled: bool = True
+    shape: LayerShape,
+    scheme: str,
+    device: torch.device,
+    *,
+    is_filled: bool = True,
+    num_layouts: int = 2,
 ) -> list[ExpertWeights]:
-    """Two sets where they and each implementation's own layout fit the device's memory."""
+    """Two sets where they and num_layouts others of each, the implementations', fit the memory."""
     num_sets = 1
     if is_filled and device.type == "cuda":
         torch.cuda.empty_cache()
         free_bytes, _ = torch.cuda.mem_get_info(device)
         set_bytes = shape.num_local_experts * shape.expert_bytes(scheme)
-        num_sets = max(1, min(MOST_WEIGHT_SETS, free_bytes // (3 * set_bytes)))
+        num_sets = max(1, min(MOST_WEIGHT_SETS, free_bytes // ((1 + num_layouts) * set_bytes)))
     return [
         make_weights(shape, scheme, seed=7 + index, device=device, is_filled=is_filled)
         for index in range(num_sets)
@@ -112,8 +117,10 @@ def work_of_sets(cell: Cell, sets: Sequence[RoutedRows]) -> Work:
 class References:
     """The float32 results of a cell's input sets, each computed once for an activation."""
 
-    def __init__(self, sets: Sequence[RoutedRows], weights: Sequence[ExpertWeights]) -> None:
-        self._sets, self._weights = sets, weights
+    def __init__(
+        self, sets: Sequence[RoutedRows], weights: Sequence[ExpertWeights], scheme: str
+    ) -> None:
+        self._sets, self._weights, self._scheme = sets, weights, scheme
         self._known: dict[tuple[int, float], Tensor] = {}
 
     def error(self, contender: Contender, outputs: Sequence[Tensor]) -> Error:
@@ -123,7 +130,9 @@ class References:
             key = index, contender.up_shift
             if key not in self._known:
                 weights = self._weights[index % len(self._weights)]
-                self._known[key] = reference(rows, weights, up_shift=contender.up_shift)
+                self._known[key] = reference(
+                    rows, weights, self._scheme, up_shift=contender.up_shift
+                )
             actual = contender.landed_rows(outputs[index], rows)
             errors.append(error_of(actual, self._known[key]))
         return worst(errors)
@@ -141,7 +150,7 @@ def measure_cell(
     """
     device = weights[0].w13.device
     sets = [make_rows(cell, index, device) for index in range(cell.num_input_sets)]
-    references = References(sets, weights)
+    references = References(sets, weights, cell.table.scheme)
     replays: dict[str, Replay] = {}
     entries: dict[str, dict[str, Any]] = {}
     for name, contender in contenders.items():

@@ -3,6 +3,7 @@
     python -m benchmarks.experts_peers warm                       # compile in parallel, no timing
     python -m benchmarks.experts_peers measure --json R.json --plot R.png
     python -m benchmarks.experts_peers plot R.json R.png          # a picture of an older record
+    python -m benchmarks.experts_peers kernel-times R.json --output T.json    # what `auto` goes by
 
 Run from the repository's root. A peer that is not installed is left out, with the reason in the
 record. Tables, shapes and implementations are in `experts_cells.py`.
@@ -23,6 +24,7 @@ from rich.console import Console
 
 from benchmarks.experts_cells import SHAPES, TABLES, TOKENS_PER_RANK, Cell, cells_of
 from benchmarks.experts_contenders import one_line
+from benchmarks.experts_kernel_times import times_table
 from benchmarks.experts_measure import (
     DeviceLost,
     Effort,
@@ -32,12 +34,14 @@ from benchmarks.experts_measure import (
     measure_cell,
 )
 from benchmarks.experts_plot import write_plot
-from benchmarks.experts_record import OWN, add_ratios, build_record, print_record, summarise_cells
+from benchmarks.experts_ratios import OWN
+from benchmarks.experts_record import add_ratios, build_record, print_record, summarise_cells
 from benchmarks.experts_timing import measure_ceilings
 from benchmarks.experts_warm import jobs_of, run_jobs
+from ep_runtime.kernel_times import read_kernel_times, times_values
 from ep_runtime.kernels.errors import ConfigError
 from ep_runtime.launch.bench_plot import prepare_plot_file
-from ep_runtime.launch.json_file import prepare_json_file, write_json
+from ep_runtime.launch.json_file import prepare_file, prepare_json_file, write_json
 
 
 def names_of(known: Sequence[str]) -> Callable[[str], list[str]]:
@@ -91,6 +95,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     plot = commands.add_parser("plot")
     plot.add_argument("record", type=Path)
     plot.add_argument("picture", type=Path)
+    times = commands.add_parser("kernel-times")
+    times.add_argument("records", type=Path, nargs="+")
+    times.add_argument("--output", type=Path, required=True)
     return parser.parse_args(arguments)
 
 
@@ -204,7 +211,12 @@ def measure_group(
         _leave_out(record, cells, "no time was left (--seconds)")
         return
     shape, scheme = cells[0].shape, cells[0].table.scheme
-    weights = make_weight_sets(shape, scheme, device_of_this_machine())
+    weights = make_weight_sets(
+        shape,
+        scheme,
+        device_of_this_machine(),
+        num_layouts=max(len(cell.table.implementations) for cell in cells),
+    )
     for table in dict.fromkeys(cell.table for cell in cells):
         contenders = build_contenders(shape, table, weights, asked(options, table.name))
         gc.freeze()  # a capture begins with a collection: 0.5 s over all that the peers import
@@ -238,6 +250,17 @@ def _place(table: str, shape: str, tokens_per_rank: int) -> str:
     return f"{table}, {shape}, {tokens_per_rank} tokens"
 
 
+def write_kernel_times(records: Sequence[Path], output: Path) -> int:
+    """The records' times of this project's kernels as a table of ep_runtime/kernel_times.py."""
+    prepare_file("--output", output, str(output.parent))
+    table = times_table([json.loads(path.read_text()) for path in records], output.name)
+    write_json(output, times_values(table))
+    read_kernel_times(output)
+    for layer, points in table.layers:
+        print(f"{layer}: {', '.join(str(point.tokens_per_rank) for point in points)} tokens")
+    return 0
+
+
 def main(arguments: Sequence[str]) -> int:
     options = parse_arguments(arguments)
     options.arguments = list(arguments)
@@ -246,6 +269,8 @@ def main(arguments: Sequence[str]) -> int:
             prepare_plot_file(options.picture)
             write_plot(json.loads(options.record.read_text()), options.picture)
             return 0
+        if options.command == "kernel-times":
+            return write_kernel_times(options.records, options.output)
         commands = {"measure": measure, "warm": warm, "compile": compile_group}
         return commands[options.command](options)
     except ConfigError as error:

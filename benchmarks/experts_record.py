@@ -1,7 +1,6 @@
 """The experts benchmark's record: its head, the comparisons drawn from its cells, and tables."""
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -15,11 +14,12 @@ from benchmarks.experts_cells import (
 )
 from benchmarks.experts_contenders import contender_class
 from benchmarks.experts_data import ERROR_LIMITS
+from benchmarks.experts_ratios import OWN, geometric_mean, key_of, right_medians, summary_of
+from benchmarks.experts_targets import target_results
 from ep_runtime.launch.environment import describe_devices, describe_versions, package_version
 
 SCHEMA_VERSION = 1
-OWN = "ep_runtime"
-PEER_PACKAGES = ("vllm", "tokenspeed-triton-kernels")
+PEER_PACKAGES = ("vllm", "tokenspeed-triton-kernels", "humming-kernels")
 METHOD = {
     "time": "events around replays of a CUDA graph of 8 calls (above 128 tokens: of 2), divided by "
     "them",
@@ -64,11 +64,7 @@ def build_record(
 
 def add_ratios(entry: dict[str, Any]) -> dict[str, Any]:
     """Give a cell its fastest right peer, and this project's time over each other's."""
-    medians = {
-        name: one["times_us"]["median"]
-        for name, one in entry["implementations"].items()
-        if one["times_us"] is not None and one["is_right"]
-    }
+    medians = right_medians(entry)
     peers = {name: us for name, us in medians.items() if contender_class(name).is_peer}
     fastest = min(peers, key=lambda name: peers[name], default=None)
     own = medians.get(OWN)
@@ -81,7 +77,8 @@ def add_ratios(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def summarise_cells(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """By table: ratios to the fastest peer and to each other one, and fractions of the roofline."""
+    """By table: ratios to the fastest peer and to each other one, fractions of the roofline, and
+    what its targets ask for."""
     summary = {}
     for name in TABLES:
         of_table = [cell for cell in cells if cell["table"] == name]
@@ -97,36 +94,15 @@ def summarise_cells(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             for implementation in TABLES[name].implementations
         }
         summary[name] = {
-            "fastest_peer": _ratios({_key(c): c["ratio_to_fastest_peer"] for c in of_table}),
+            "fastest_peer": summary_of({key_of(c): c["ratio_to_fastest_peer"] for c in of_table}),
             "other": {
-                other: _ratios({_key(cell): cell["ratio_to"].get(other) for cell in of_table})
+                other: summary_of({key_of(cell): cell["ratio_to"].get(other) for cell in of_table})
                 for other in others
             },
             "fraction_of_roofline": fractions,
+            "targets": target_results(name, cells),
         }
     return summary
-
-
-def geometric_mean(values: Iterable[float]) -> float | None:
-    """None of no values. Example: 1 and 4: 2."""
-    logarithms = [math.log(value) for value in values]
-    return math.exp(sum(logarithms) / len(logarithms)) if logarithms else None
-
-
-def _ratios(ratio_of_cell: Mapping[str, float | None]) -> dict[str, Any]:
-    """cells: how many have one. worst_cell: where the largest is."""
-    known = {cell: ratio for cell, ratio in ratio_of_cell.items() if ratio is not None}
-    worst_cell = max(known, key=lambda cell: known[cell], default=None)
-    return {
-        "cells": len(known),
-        "geometric_mean": geometric_mean(known.values()),
-        "largest": known[worst_cell] if worst_cell else None,
-        "worst_cell": worst_cell,
-    }
-
-
-def _key(cell: Mapping[str, Any]) -> str:
-    return f"{cell['shape']}, {cell['tokens_per_rank']} tokens"
 
 
 def print_record(record: Mapping[str, Any], console: Console) -> None:
@@ -177,6 +153,16 @@ def _summary_lines(summary: Mapping[str, Any]) -> list[str]:
                 f"over {other}: geometric mean {ratios['geometric_mean']:.3f}, largest "
                 f"{ratios['largest']:.3f} ({ratios['worst_cell']}), {ratios['cells']} cells"
             )
+    for target in summary.get("targets", ()):
+        found, asked = target["found"], target["asked"]
+        compared = ", ".join(
+            f"{name.replace('_', ' ')} {found[name]:.3f} (at most {limit:.3g})"
+            if found["cells"]
+            else f"{name.replace('_', ' ')} at most {limit:.3g}"
+            for name, limit in asked.items()
+        )
+        verdict = {True: "met", False: "MISSED", None: "no cell to hold against"}[target["is_met"]]
+        lines.append(f"target over {target['over']}: {compared}, {found['cells']} cells: {verdict}")
     return lines
 
 
@@ -191,7 +177,7 @@ def _notes(record: Mapping[str, Any]) -> list[str]:
     lines += [f"not measured: {one['cell']}: {one['reason']}" for one in record["not_measured"]]
     twice_the_cache = 2 * record["l2_bytes"]
     lines += [
-        f"weights in rotation may stay in the cache: {cell['table']}: {_key(cell)}"
+        f"weights in rotation may stay in the cache: {cell['table']}: {key_of(cell)}"
         for cell in record["cells"]
         if cell["rotated_weight_bytes"] < twice_the_cache
     ]

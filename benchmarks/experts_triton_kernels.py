@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.experts_cells import LayerShape, Table
-from benchmarks.experts_contenders import Contender, require
+from benchmarks.experts_contenders import Contender, Unavailable, require
 from benchmarks.experts_data import RoutedRows
 from ep_runtime.kernels.base import ExpertWeights
 from ep_runtime.launch.environment import package_version
 
 _PACKAGE = "tokenspeed-triton-kernels"
+_Operand = tuple[Any, Any]  # a weight in the package's layout, and its PrecisionConfig
 
 
 class TritonKernels(Contender):
@@ -31,11 +32,34 @@ class TritonKernels(Contender):
         self._activation = self._matmul.FusedActivation(
             specs("swiglu", swiglu, ("alpha", "limit"), reduction_n=2), (1.0, None)
         )
-        self._weights = [(_interleaved(one.w13).mT, one.w2.mT) for one in weights]
+        self._weights = [self._own_layout(one) for one in weights]
+
+    def _own_layout(self, weights: ExpertWeights) -> tuple[_Operand, _Operand]:
+        """w13 with interleaved rows, and w2; MXFP4 in the layouts that the package recommends."""
+        plain = self._matmul.PrecisionConfig
+        if self.table.scheme == "bf16":
+            return (_interleaved(weights.w13).mT, plain()), (weights.w2.mT, plain())
+        if self.table.scheme != "mxfp4" or not (weights.w13_quant and weights.w2_quant):
+            raise Unavailable(f"{_PACKAGE} is measured in bf16 and mxfp4, not {self.table.scheme}")
+        return (
+            self._mxfp4(_interleaved(weights.w13), _interleaved(weights.w13_quant.scales)),
+            self._mxfp4(weights.w2, weights.w2_quant.scales),
+        )
+
+    def _mxfp4(self, values: Tensor, scales: Tensor) -> _Operand:
+        """values: [E, N, K / 2] uint8, scales: [E, N, K / 32] uint8."""
+        tensor, layout = _module("tensor"), _module("tensor_details.layout")
+        value_layout = layout.make_default_matmul_mxfp4_w_layout(mx_axis=-2)
+        scale_layout = layout.make_default_matmul_mxfp4_w_scale_layout(mx_axis=-2, num_warps=8)
+        wrapped = tensor.wrap_torch_tensor(values.mT, dtype=tensor.FP4)
+        operand = tensor.convert_layout(wrapped, value_layout)
+        scale = tensor.convert_layout(tensor.wrap_torch_tensor(scales.mT), scale_layout)
+        precision = self._matmul.PrecisionConfig(b_mx_scale=scale, b_microblock_size=32)
+        return operand, precision
 
     def bind(self, rows: RoutedRows, weight_set: int) -> Callable[[], Tensor]:
-        w13, w2 = self._weights[weight_set]
-        matmul, precision = self._matmul.matmul, self._matmul.PrecisionConfig()
+        (w13, precision13), (w2, precision2) = self._weights[weight_set]
+        matmul = self._matmul.matmul
         top_k_of, reduce = _module("topk").topk, _module("reduce").reduce
         make_ragged = _module("tensor").make_ragged_tensor_metadata
         num_rows, top_k = rows.local_ids.shape
@@ -54,11 +78,11 @@ class TritonKernels(Contender):
                 None,
                 ragged,
                 gather_indx=torch.div(order, top_k, rounding_mode="floor"),
-                precision_config=precision,
+                precision_config=precision13,
                 fused_activation=self._activation,
             )
             slots = matmul(
-                activated, w2, None, ragged, scatter_indx=order, precision_config=precision
+                activated, w2, None, ragged, scatter_indx=order, precision_config=precision2
             )
             slots = slots.view(num_rows, top_k, -1)
             scale = routing.vals.view(num_rows, top_k, 1).expand(slots.shape)

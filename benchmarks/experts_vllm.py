@@ -6,6 +6,7 @@ slots aligned or permuted, both GEMMs, the activation, and the weighted sum over
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -22,8 +23,18 @@ _FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 _MAX_NUM_TOKENS = 256
 
 
-def _module(name: str) -> Any:
+def vllm_module(name: str) -> Any:
+    """One of vLLM's fused_moe modules."""
     return require(f"{_FUSED_MOE}.{name}", "vllm")
+
+
+@dataclass(frozen=True)
+class VllmLayer:
+    """One of vLLM's experts objects, and the two weights that it is called with."""
+
+    experts: Any
+    w13: Tensor
+    w2: Tensor
 
 
 class VllmExperts(Contender):
@@ -34,12 +45,28 @@ class VllmExperts(Contender):
     def __init__(self, shape: LayerShape, table: Table, weights: Sequence[ExpertWeights]) -> None:
         super().__init__(shape, table, weights)
         module, name = self.class_of
-        experts_type = getattr(_module(module), name)
-        self.silu = _module("activation").MoEActivation.SILU
-        self.weights = weights
+        self.experts_type = getattr(vllm_module(module), name)
+        self.silu = vllm_module("activation").MoEActivation.SILU
         self.num_experts, self.expert_map = self._experts_seen()
         config = self._layer_config()
-        self.experts = [experts_type(config, _quant_config(one)) for one in weights]
+        self.layers = [self.build_layer(config, one) for one in weights]
+
+    def build_layer(self, config: Any, weights: ExpertWeights) -> VllmLayer:
+        """Of one set of weights, in the layout that the class wants."""
+        experts = self.experts_type(config, _quant_config(weights))
+        return VllmLayer(experts, weights.w13, weights.w2)
+
+    def layer_of(self, rows: RoutedRows, weight_set: int) -> VllmLayer:
+        """Whose experts are called with these rows."""
+        return self.layers[weight_set]
+
+    def size_n(self) -> int:
+        """What the class calls N where it is asked for workspaces."""
+        return 2 * self.shape.intermediate_size
+
+    def output_of(self, size: tuple[int, ...], workspace13: Tensor) -> Tensor:
+        """Where a call leaves its result: memory of its own, or part of the first workspace."""
+        return torch.empty(size, dtype=torch.bfloat16, device=self.device)
 
     def _experts_seen(self) -> tuple[int, Tensor | None]:
         """Ids of local rows are local; of EP routing global, mapped to local or -1."""
@@ -52,7 +79,7 @@ class VllmExperts(Contender):
         return num_experts, expert_map
 
     def _layer_config(self) -> Any:
-        config = _module("config")
+        config = vllm_module("config")
         return config.FusedMoEConfig(
             num_experts=self.num_experts,
             experts_per_token=self.shape.top_k,
@@ -73,37 +100,37 @@ class VllmExperts(Contender):
         return None
 
     def bind(self, rows: RoutedRows, weight_set: int) -> Callable[[], Tensor]:
-        experts, weights = self.experts[weight_set], self.weights[weight_set]
+        layer = self.layer_of(rows, weight_set)
         counts = self.token_counts(rows)
-        is_fp8 = weights.w13_quant is not None
+        is_fp8 = self.table.scheme == "fp8_block"
         ids = rows.global_ids
         num_rows, hidden_size = rows.hidden_states.shape
-        shapes = experts.workspace_shapes(
+        *workspace_sizes, output_size = layer.experts.workspace_shapes(
             num_rows,
-            weights.w13.shape[1],
+            self.size_n(),
             hidden_size,
             ids.shape[1],
             self.num_experts,
-            weights.w13.shape[0],
+            self.shape.num_local_experts,
             counts,
             self.silu,
         )
-        quantise = _module("utils").moe_kernel_quantize_input
-
-        def new(size: tuple[int, ...]) -> Tensor:
-            return torch.empty(math.prod(size), dtype=torch.bfloat16, device=self.device)
+        quantise = vllm_module("utils").moe_kernel_quantize_input
 
         def call() -> Tensor:
             states, scales = rows.hidden_states, None
             if is_fp8:
                 states, scales = quantise(states, None, torch.float8_e4m3fn, False, [BLOCK, BLOCK])
-            workspace13, workspace2, output = (new(size) for size in shapes)
-            output = output.view(shapes[2])
-            experts.apply(
+            workspace13, workspace2 = (
+                torch.empty(math.prod(size), dtype=torch.bfloat16, device=self.device)
+                for size in workspace_sizes
+            )
+            output = self.output_of(output_size, workspace13)
+            layer.experts.apply(
                 output,
                 states,
-                weights.w13,
-                weights.w2,
+                layer.w13,
+                layer.w2,
                 rows.topk_weights,
                 ids,
                 self.silu,
@@ -129,7 +156,7 @@ class VllmTriton(VllmExperts):
 
     def facts(self) -> dict[str, Any]:
         """has_tuned_tiles: whether vLLM ships a file of tiles for this shape on this device."""
-        shape, tuned = self.shape, _module("fused_moe").get_moe_configs
+        shape, tuned = self.shape, vllm_module("fused_moe").get_moe_configs
         key = (shape.num_local_experts, shape.intermediate_size)
         is_fp8 = self.table.scheme == "fp8_block"
         tiles = tuned(*key, "fp8_w8a8", BLOCK, BLOCK) if is_fp8 else tuned(*key, None)
@@ -148,13 +175,13 @@ class DeepGemmHostCounts(DeepGemm):
     def token_counts(self, rows: RoutedRows) -> Any:
         num_local = self.shape.num_local_experts
         counts = torch.bincount(rows.local_ids[rows.local_ids >= 0], minlength=num_local).int()
-        return _module("modular_kernel").ExpertTokensMetadata(
+        return vllm_module("modular_kernel").ExpertTokensMetadata(
             expert_num_tokens=counts, expert_num_tokens_cpu=counts.cpu()
         )
 
 
 def _quant_config(weights: ExpertWeights) -> Any:
-    config = _module("config")
+    config = vllm_module("config")
     if weights.w13_quant is None or weights.w2_quant is None:
         return config.FUSED_MOE_UNQUANTIZED_CONFIG
     return config.fp8_w8a8_moe_quant_config(

@@ -1,17 +1,19 @@
-"""What stands in for a GPU's communication and for kernels of every class in the stream audit.
+"""What stands in for communication and for kernels of every class in both stream audits.
+
+Their streams come from a `Site`: recorded ones on a CPU, a GPU's own in the audit on a GPU.
 
 Collectives of one rank are copies; here each is issued on a communication stream of its own, behind
 the current one, and joined as NCCL's are, so that `naive` and `all_to_all` are audited as they run
-on GPUs. `stand_in_at_issue` and `stand_in_at_join` are `all_to_all` with the two ways in which a
-combine takes the shared expert's output. `stand_in_symm_mem` is `symm_mem` with every put on its
-communication stream, which it has on CUDA alone. The kernels are `reference`, modular and
-monolithic, declared as each class.
+with several ranks. `stand_in_at_issue` and `stand_in_at_join` are `all_to_all` with the two ways in
+which a combine takes the shared expert's output. `stand_in_symm_mem` is `symm_mem` with every put,
+however small, on its communication stream, which it has on CUDA alone. The kernels are `reference`,
+modular and monolithic, declared as each class.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -43,19 +45,31 @@ from ep_runtime.kernels.quant.scheme import RowScheme
 from ep_runtime.kernels.reference_experts import ReferenceExperts, run_standard_reference
 from ep_runtime.kernels.routing import route_tokens
 from ep_runtime.kernels.workspace import Workspace
-from ep_runtime.stream_recorder import MAIN, RecordedCuda, RecordedEvent, StreamRecorder
 
 EXPERTS = tuple(
     f"stand_in_{form}{concurrency}" for form in ("", "monolithic_") for concurrency in Concurrency
 )
 
 
+class Site(Protocol):
+    """Where an audit runs."""
+
+    def make_cuda(self, name: str) -> Any:
+        """`torch.cuda`, or what stands in for it; streams made through it are called `name`."""
+
+    def labelled(self, label: str) -> AbstractContextManager[None]:
+        """Operations inside belong to that."""
+
+    def look_at_collective(self) -> None:
+        """A collective is being issued; note a fault where the current stream may carry none."""
+
+
 @dataclass(frozen=True)
 class _Work:
     """What NCCL gives for a collective that was issued."""
 
-    cuda: RecordedCuda
-    done: RecordedEvent
+    cuda: Any
+    done: Any
 
     def wait(self) -> None:
         """Order the current stream behind the collective."""
@@ -63,16 +77,15 @@ class _Work:
 
 
 @contextmanager
-def collectives_on_their_own_stream(recorder: StreamRecorder) -> Iterator[None]:
+def collectives_on_their_own_stream(site: Site, device: torch.device) -> Iterator[None]:
     """Issue the collectives of one rank as NCCL issues those of several."""
-    cuda = RecordedCuda(recorder, "collectives")
-    stream = cuda.Stream(torch.device("cpu"))
+    cuda = site.make_cuda("collectives")
+    stream = cuda.Stream(device)
 
     def copied(output: Tensor, rows: Tensor, group: EPGroup) -> Collective:
-        if recorder.current_stream != MAIN:
-            recorder.history.misplace(f"a collective was issued on {recorder.current_stream}")
+        site.look_at_collective()
         stream.wait_stream(cuda.current_stream())
-        with cuda.stream(stream), recorder.labelled("collective"):
+        with cuda.stream(stream), site.labelled("collective"):
             output.copy_(rows)
         return Collective(group, _Work(cuda, stream.record_event()), waits_on_host=False)
 
@@ -88,27 +101,27 @@ def collectives_on_their_own_stream(recorder: StreamRecorder) -> Iterator[None]:
 class _Biased:
     """A combine that adds the shared expert's output.
 
-    held: a copy of the bias, made on the communication stream as the combine was issued; None
-    where it is given at the join.
+    held: a copy of the bias, made on a communication stream as the combine was issued, and the
+    work that made it; None where it is given at the join.
     """
 
     inner: Pending[Tensor]
-    comm: CommStream
-    held: Tensor | None
+    held: tuple[Tensor, _Work] | None
 
     def join(self) -> None:
         self.inner.join()
         if self.held is not None:
-            self.comm.join(0)
+            self.held[1].wait()
 
     def wait(self, bias: Tensor | None = None) -> Tensor:
         self.join()
-        added = self.held if bias is None else bias
+        if bias is None and self.held is not None:
+            bias = self.held[0]
         total = self.inner.wait()
-        return total if added is None else total + added
+        return total if bias is None else total + bias
 
 
-def _biased_backend(kind: CombineBias, recorder: StreamRecorder) -> type[Any]:
+def _biased_backend(kind: CombineBias, site: Site) -> type[Any]:
     class BiasedBackend(AllToAllBackend):
         capabilities = replace(
             AllToAllBackend.capabilities, name=f"stand_in_{kind}", combine_bias=kind
@@ -116,7 +129,8 @@ def _biased_backend(kind: CombineBias, recorder: StreamRecorder) -> type[Any]:
 
         def __init__(self, group: EPGroup, shape: BackendShape) -> None:
             super().__init__(group, shape)
-            self._comm = CommStream(group.device, 1, RecordedCuda(recorder, "communication"))
+            self._cuda = site.make_cuda("communication")
+            self._stream = self._cuda.Stream(group.device)
 
         def combine(
             self, expert_output: Tensor, handle: ReturnPath, bias: Tensor | None = None
@@ -124,17 +138,17 @@ def _biased_backend(kind: CombineBias, recorder: StreamRecorder) -> type[Any]:
             inner = super().combine(expert_output, handle)
             held = None
             if bias is not None:
-                held = torch.empty_like(bias)
-                self._comm.follow_current_stream()
-                with recorder.on_stream(self._comm.address), recorder.labelled("combine"):
-                    held.copy_(bias)
-                self._comm.mark_end(0)
-            return _Biased(inner, self._comm, held)
+                copied = torch.empty_like(bias)
+                self._stream.wait_stream(self._cuda.current_stream())
+                with self._cuda.stream(self._stream), site.labelled("combine"):
+                    copied.copy_(bias)
+                held = copied, _Work(self._cuda, self._stream.record_event())
+            return _Biased(inner, held)
 
     return BiasedBackend
 
 
-def _symm_mem_backend(recorder: StreamRecorder) -> type[Any]:
+def _symm_mem_backend(site: Site) -> type[Any]:
     from ep_runtime.all2all.symm_mem import SymmMemBackend, SymmMemLimits
 
     class SymmMemOnCommStream(SymmMemBackend):
@@ -142,7 +156,7 @@ def _symm_mem_backend(recorder: StreamRecorder) -> type[Any]:
 
         def __init__(self, group: EPGroup, shape: BackendShape) -> None:
             super().__init__(group, shape, limits=SymmMemLimits(comm_stream_bytes=0))
-            cuda = RecordedCuda(recorder, "communication")
+            cuda = site.make_cuda("communication")
             self._comm_stream = CommStream(group.device, len(self.channels), cuda)
             self._on_cuda = True
 
@@ -192,13 +206,13 @@ def _experts_class(name: str, concurrency: Concurrency) -> type[Any]:
 
 
 @contextmanager
-def registered_stand_ins(recorder: StreamRecorder, *, with_triton: bool) -> Iterator[None]:
+def registered_stand_ins(site: Site, *, with_triton: bool) -> Iterator[None]:
     """Make the stand-ins choosable by name while this is open."""
     made: list[type[All2AllBackend[Any, Any]]] = [
-        _biased_backend(kind, recorder) for kind in (CombineBias.AT_ISSUE, CombineBias.AT_JOIN)
+        _biased_backend(kind, site) for kind in (CombineBias.AT_ISSUE, CombineBias.AT_JOIN)
     ]
     if with_triton:
-        made.append(_symm_mem_backend(recorder))
+        made.append(_symm_mem_backend(site))
     for backend in made:
         backends.register_backend(backend.capabilities.name, backend)
     for name in EXPERTS:

@@ -13,7 +13,7 @@ certificate tells the truth; hazards inside one launch.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from ep_runtime.all2all.registry import backend_names
+from ep_runtime.all2all.registry import backend_class, backend_names
 from ep_runtime.audit_stand_ins import (
     collectives_on_their_own_stream,
     registered_stand_ins,
 )
 from ep_runtime.config import MoEConfig, ParallelConfig, SharedExpertsConfig
 from ep_runtime.distributed import EPContext, init_distributed
-from ep_runtime.kernels.base import Concurrency, ExpertsKind, concurrency_rule
+from ep_runtime.kernels.base import Concurrency, ExpertsKind, concurrency_rule, stricter
 from ep_runtime.kernels.errors import EPRuntimeError
 from ep_runtime.kernels.registry import experts_class, experts_names
 from ep_runtime.layer import MoELayer
@@ -36,7 +36,7 @@ from ep_runtime.machine import Machine, TritonMode
 from ep_runtime.plan import Plan, resolve_plan
 from ep_runtime.rendezvous import Rendezvous
 from ep_runtime.stream_history import Unordered
-from ep_runtime.stream_recorder import RecordedCuda, StreamRecorder
+from ep_runtime.stream_recorder import StreamRecorder
 from ep_runtime.streams import CudaStreams
 
 CANNOT_SEE = (
@@ -83,13 +83,19 @@ def audited_config(moe: MoEConfig) -> MoEConfig:
     """The same structure with small sizes, and so few experts that a CPU is quick."""
     most = _MAX_QUANTIZED_SIZE if moe.quantization.is_quantised else _MAX_SIZE
     per_group = max(2, -(-2 * moe.top_k // moe.topk_group))
+    num_experts = min(moe.num_experts, moe.n_group * per_group)
+    quantization = moe.quantization
+    if quantization.nvfp4_experts:  # experts of both tiers are left
+        kept = tuple(range(0, num_experts, 2))
+        quantization = replace(quantization, nvfp4_experts=kept)
     return MoEConfig.model_validate(
         moe.model_dump()
         | {
             "hidden_size": min(moe.hidden_size, most),
             "moe_intermediate_size": min(moe.moe_intermediate_size, most),
             "shared_intermediate_size": min(moe.shared_intermediate_size, most),
-            "num_experts": min(moe.num_experts, moe.n_group * per_group),
+            "num_experts": num_experts,
+            "quantization": quantization,
         }
     )
 
@@ -111,10 +117,13 @@ def audit_layer(
         yield audit_case(moe, fill, case)
 
 
-def all_cases() -> list[AuditCase]:
-    """Every backend with every kernel, registered or standing in, overlap on and off."""
-    recorder = StreamRecorder()
-    with registered_stand_ins(recorder, with_triton=_has_triton()):
+def all_cases(*, with_triton: bool | None = None) -> list[AuditCase]:
+    """Every backend with every kernel, registered or standing in, overlap on and off.
+
+    with_triton: with stand-ins that launch Triton kernels; None: where it is interpreted.
+    """
+    launches = _has_triton() if with_triton is None else with_triton
+    with registered_stand_ins(StreamRecorder(), with_triton=launches):
         names = [
             (backend, experts)
             for backend in backend_names()
@@ -133,7 +142,7 @@ def audit_case(moe: MoEConfig, fill: Callable[[MoELayer], None], case: AuditCase
         try:
             plan = plan_case(moe, case)
         except (EPRuntimeError, ImportError) as error:
-            return AuditResult(case, skip_reason=_reason(error))
+            return AuditResult(case, skip_reason=plan_fault(error))
         with recorded_layer(plan, fill, recorder) as layer:
             call_layer(layer, recorder)
         regimes = {layer.plan.regime(rows).schedule: None for rows in ROWS}
@@ -171,7 +180,7 @@ def recorded_layer(
     """A layer of one rank whose streams are recorded, and whose phases name the operations."""
     with ExitStack() as stack:
         ctx = stack.enter_context(_one_rank(plan))
-        ctx.streams = CudaStreams(ctx.device, RecordedCuda(recorder, "aux"))
+        ctx.streams = CudaStreams(ctx.device, recorder.make_cuda("aux"))
         layer = MoELayer(plan.moe, ctx, plan=plan)
         fill(layer)
         for name, parameter in layer.named_parameters():
@@ -182,7 +191,7 @@ def recorded_layer(
             with ctx.workspace.frame():
                 recorder.know(ctx.workspace.take((1,), torch.uint8), "the workspace")
         watch_layer(layer, recorder)
-        stack.enter_context(collectives_on_their_own_stream(recorder))
+        stack.enter_context(collectives_on_their_own_stream(recorder, ctx.device))
         yield layer
 
 
@@ -195,7 +204,10 @@ def watch_layer(layer: MoELayer, recorder: StreamRecorder) -> None:
     )
     if layer.shared is not None:
         rule = concurrency_rule(layer.shared.concurrency_rules, max(ROWS))
-        _watch_launch(layer.shared, "shared", rule.concurrency, recorder)
+        # Next to communication that is not certified it must be alone, whatever its own class is.
+        communication = backend_class(layer.plan.backend).capabilities.communication
+        strictest = stricter(rule.concurrency, communication.concurrency)
+        _watch_launch(layer.shared, "shared", strictest, recorder)
 
 
 def _watch_launch(
@@ -248,5 +260,6 @@ def _has_triton() -> bool:
     return is_interpreting()
 
 
-def _reason(error: Exception) -> str:
+def plan_fault(error: Exception) -> str:
+    """Why a case cannot be planned, in short."""
     return str(error).partition(" cannot be used: ")[2] or str(error)

@@ -116,6 +116,7 @@ class MoEConfig(StrictModel):
             )
         check_scheme(
             self.quantization,
+            num_experts=self.num_experts,
             hidden_size=self.hidden_size,
             moe_intermediate_size=self.moe_intermediate_size,
         )

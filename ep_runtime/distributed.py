@@ -14,6 +14,7 @@ from datetime import timedelta
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from ep_runtime.all2all.collectives import start_all_gather
 from ep_runtime.all2all.registry import backend_class
 from ep_runtime.config import ParallelConfig
 from ep_runtime.failure import FailureLimits, FailureWatch
+from ep_runtime.kernels.base import Experts
 from ep_runtime.kernels.errors import ConfigError, RankFailure
 from ep_runtime.kernels.workspace import Workspace
 from ep_runtime.launcher_environment import read_launcher_environment
@@ -69,6 +71,7 @@ class EPContext:
         self._num_layers = 0
         self._abort: Tensor | None = None
         self._backends: dict[tuple[str, BackendShape], All2AllBackend[Any, Any]] = {}
+        self._experts: WeakSet[Experts] = WeakSet()
         self._watch = FailureWatch(
             rendezvous.private_store("watch"),
             rank=self.rank,
@@ -193,6 +196,12 @@ class EPContext:
         self._watch.check()
         for backend in self._backends.values():
             backend.check()
+        for experts in self._experts:
+            experts.check()
+
+    def watch_experts(self, experts: Experts) -> None:
+        """Have `check` and `close` ask a layer's kernel too, for as long as it lives."""
+        self._experts.add(experts)
 
     def report_failure(self, error: BaseException) -> None:
         """Tell all ranks that this one has failed; they raise RankFailure within seconds.
@@ -256,6 +265,13 @@ class EPContext:
             except RankFailure as failure:
                 found = found or failure
         self._backends.clear()
+        if self._experts and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        for experts in self._experts:
+            try:
+                experts.check()
+            except RankFailure as failure:
+                found = found or failure
         return found
 
     def _close_at_exit(self) -> None:

@@ -5,7 +5,7 @@ exactly once.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +21,7 @@ from ep_runtime.kernels.quant.scheme import (
     QuantScheme,
     WeightScheme,
 )
-from ep_runtime.kernels.quant.storage import part_of, quantized_tensor, tensors_of
+from ep_runtime.kernels.quant.storage import expert_of, part_of, quantized_tensor, tensors_of
 from ep_runtime.stored_weight import StoredWeight
 from ep_runtime.tensor_names import Slot
 from ep_runtime.weight_reader import WeightReader
@@ -116,12 +116,12 @@ class ExpertLoader:
         """Copy one expert's tensors (E = 1), values and parameters together, to their places."""
         if slot.part == "w13" and self._layout.interleaved:
             stored = _gate_rows_first(stored)
-        places = tensors_of(buffers.quantized(slot.part))
+        places = tensors_of(expert_of(buffers.quantized(slot.part), local_id))
         tensors = tensors_of(stored)
         if set(places) != set(tensors):
             raise RuntimeError(f"{weight.name}: is stored as {set(tensors)}, not {set(places)}")
         for name, tensor in tensors.items():
-            place = places[name][local_id : local_id + 1]
+            place = places[name]
             if slot.part in ("gate", "up"):
                 place = part_of(name, place, ("gate", "up").index(slot.part), 2)
             if name == "input_order" and int(place[0, 0]) >= 0 and not torch.equal(place, tensor):
@@ -179,21 +179,32 @@ def parts_read(slot: Slot, weight: StoredWeight) -> tuple[str, ...]:
     return tuple(f"{slot.part}.{role}" for role in weight.tensors)
 
 
+def wanted_parts(
+    weights: Mapping[Slot, StoredWeight], num_experts: int
+) -> dict[tuple[int, str], set[int]]:
+    """(layer, part) of the routed slots -> the experts that have it, as the record names parts."""
+    wanted: dict[tuple[int, str], set[int]] = {}
+    for slot, weight in weights.items():
+        experts = range(num_experts) if slot.expert is None else (slot.expert,)
+        for part in parts_read(slot, weight) if slot.is_routed else ():
+            wanted.setdefault((slot.layer, part), set()).update(experts)
+    return wanted
+
+
 def prove_coverage(
-    wanted: Iterable[tuple[int, str]],
-    num_experts: int,
+    wanted: Mapping[tuple[int, str], Collection[int]],
     read_by_rank: Sequence[Mapping[tuple[int, str], tuple[int, ...]]],
 ) -> None:
     """CheckpointError unless the ranks of an EP group read every expert tensor exactly once.
 
-    wanted: each (layer, part). read_by_rank: LoadReport.experts_read of each rank.
+    wanted: (layer, part) -> the experts that have it. read_by_rank: LoadReport.experts_read of each
+    rank.
     """
-    wanted = list(wanted)
     faults = []
-    for layer, part in wanted:
+    for (layer, part), experts in sorted(wanted.items()):
         times = Counter(e for read in read_by_rank for e in read.get((layer, part), ()))
-        for expert in sorted({*range(num_experts), *times}):
-            if times[expert] != 1 or not 0 <= expert < num_experts:
+        for expert in sorted({*experts, *times}):
+            if times[expert] != (expert in experts):
                 faults.append(f"layer {layer} expert {expert} {part}: {times[expert]} times")
     known = set(wanted)
     faults += [

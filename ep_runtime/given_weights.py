@@ -8,7 +8,13 @@ from torch import Tensor
 
 from ep_runtime.kernels.errors import ConfigError
 from ep_runtime.kernels.quant.scheme import QuantizedTensor, QuantScheme, WeightScheme
-from ep_runtime.kernels.quant.storage import StoredShape, take_experts, tensors_of
+from ep_runtime.kernels.quant.storage import (
+    StoredShape,
+    num_stored,
+    take_experts,
+    tensors_of,
+    tiers_of,
+)
 
 _LOADABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -76,21 +82,38 @@ def own_experts(
             raise ConfigError(
                 f"{label} is {tensor.dtype} on {tensor.device}; wanted {wanted.dtype} with data"
             )
-        _check_shape(label, tensor, [num_experts, *wanted.shape])
+        num_entries = num_stored(key, scheme, range(num_experts))
+        _check_shape(label, tensor, [num_entries, *wanted.shape])
+    _check_tiers(name, given, num_experts)
     own = tensors_of(take_experts(given, experts))
     for key, tensor in own.items():
         reason = _VALUE_FAULTS.get(key)
         if reason is None:
             continue
         is_wrong = _is_wrong(key, tensor.to(shapes[key].dtype), scheme)
-        for local_id in is_wrong.nonzero().flatten().tolist()[:1]:
-            raise ConfigError(f"{_key(name, key)} of expert {experts[local_id]} {reason}")
+        for entry in is_wrong.nonzero().flatten().tolist()[:1]:
+            expert = [e for e in experts if num_stored(key, scheme, [e])][entry]
+            raise ConfigError(f"{_key(name, key)} of expert {expert} {reason}")
     return own
+
+
+def _check_tiers(name: str, given: QuantizedTensor, num_experts: int) -> None:
+    """A hybrid's tiers name each place of each tier once, those that its scheme says in nvfp4."""
+    if given.parameters.tiers is None:
+        return
+    in_nvfp4 = [expert in given.scheme.nvfp4_experts for expert in range(num_experts)]
+    if not torch.equal(given.parameters.tiers.cpu(), tiers_of(in_nvfp4)):
+        raise ConfigError(
+            f"{_key(name, 'tiers')} are not those of quantization.nvfp4_experts "
+            f"{list(given.scheme.nvfp4_experts)} with each tier's experts in rising order; use "
+            f"join_tiers"
+        )
 
 
 _VALUE_FAULTS = {
     "scales": "has a scale that is NaN or infinite",
     "global_scales": "has a scale that is NaN or infinite",
+    "nf3_scales": "has a scale that is NaN or infinite",
     "input_order": "must name every column once",
 }
 

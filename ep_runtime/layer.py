@@ -23,6 +23,7 @@ from ep_runtime.kernels.errors import ConfigError
 from ep_runtime.kernels.quant.scheme import QuantizedTensor, QuantParameters
 from ep_runtime.kernels.quant.storage import (
     StoredShape,
+    empty_hybrid,
     empty_stored,
     stored_shapes,
 )
@@ -36,6 +37,7 @@ from ep_runtime.prepared_weights import named_tensors, without_stored
 from ep_runtime.router import Router
 from ep_runtime.runner import MoERunner
 from ep_runtime.shared_expert import SharedExpert
+from ep_runtime.small_passes import make_keep_known_ids
 
 
 class LayerStats:
@@ -110,6 +112,7 @@ class MoELayer(nn.Module):
         self._allocate_weights(moe, ctx.device)
         self._expert_map = local_expert_map(plan.placement, ctx.ep_group)
         self.router = Router(moe, ctx.device)
+        self._keep_known_ids = make_keep_known_ids(moe.num_experts, ctx.device)
         self.shared = SharedExpert(moe, ctx.device) if moe.has_shared_expert else None
         self._timer = PhaseTimer(ctx.streams)
         kernel = self._build_kernel(plan, ctx)
@@ -125,16 +128,12 @@ class MoELayer(nn.Module):
         self._weights: ExpertWeights | None = None
 
     def _allocate_weights(self, moe: MoEConfig, device: torch.device) -> None:
-        num_local, width, hidden = (
-            len(self.local_expert_ids),
-            moe.moe_intermediate_size,
-            moe.hidden_size,
-        )
+        width, hidden = moe.moe_intermediate_size, moe.hidden_size
         num_parts = 2 if moe.experts_activation().is_gated else 1
         rows13 = width * num_parts
 
         def allocate(name: str, shapes: Mapping[str, StoredShape]) -> None:
-            for key, tensor in empty_stored(shapes, num_local, device).items():
+            for key, tensor in self._empty(shapes, device).items():
                 attribute = name if key == "values" else f"{name}_{key}"
                 setattr(self, attribute, nn.Parameter(tensor, requires_grad=False))
 
@@ -155,6 +154,13 @@ class MoELayer(nn.Module):
         if moe.expert_bias:
             allocate("w13_bias", plain(rows13))
             allocate("w2_bias", plain(hidden))
+
+    def _empty(self, shapes: Mapping[str, StoredShape], device: torch.device) -> dict[str, Tensor]:
+        """Memory for this rank's experts, by name."""
+        experts, scheme = self.local_expert_ids, self.moe.quantization
+        if "tiers" in shapes:
+            return empty_hybrid(shapes, scheme, experts, device)
+        return empty_stored(shapes, len(experts), device)
 
     def expert_tensors(self, projection: str) -> dict[str, Tensor]:
         """Of `w13` or `w2`, to be filled in place: `values`, and of a quantised layer what belongs
@@ -217,6 +223,7 @@ class MoELayer(nn.Module):
         ctx.workspace.reserve(experts.workspace_bytes(ctx.parallel.ep_size * limit))
         shape = plan.backend_shape()
         self._experts = experts
+        ctx.watch_experts(experts)
         if isinstance(experts, MonolithicExperts):
             gathering: Any = ctx.backend(plan.backend, shape) if ctx.ep_group.size > 1 else None
             return MonolithicKernel(
@@ -395,9 +402,7 @@ class MoELayer(nn.Module):
             raise ConfigError(f"topk_ids is {topk_ids.dtype}; wanted int32 or int64")
         if topk_weights.dtype != torch.float32:
             raise ConfigError(f"topk_weights is {topk_weights.dtype}; wanted float32")
-        in_range = (topk_ids >= 0) & (topk_ids < self.moe.num_experts)
-        ids = torch.where(in_range, topk_ids, -1).to(torch.int32)
-        return Routing(ids, topk_weights)
+        return Routing(self._keep_known_ids(topk_ids), topk_weights)
 
 
 def _refuse_other_plan(plan: Plan, moe: MoEConfig, ctx: EPContext) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from ep_runtime.kernels.errors import ConfigError
 
-OPTIONAL_PACKAGES = ("deep_ep", "deep_gemm")
+OPTIONAL_PACKAGES = ("deep_ep", "deep_gemm", "vllm", "sgl_kernel")
 _NEEDED = {"name", "device_type", "triton"}
 
 

@@ -19,8 +19,8 @@ from ep_runtime.expert_loading import (
     ExpertBuffers,
     ExpertLoader,
     LoadReport,
-    parts_read,
     prove_coverage,
+    wanted_parts,
 )
 from ep_runtime.expert_parallel_model import ExpertParallelModel, MoEBlock
 from ep_runtime.generation import GreedyOutput as GreedyOutput
@@ -83,15 +83,10 @@ def load_model(
             lambda: _load_weights(opened, layers, ctx, progress=progress and ctx.rank == 0),
             lambda report: report.experts_read,
         )
-    wanted = {
-        (slot.layer, part)
-        for slot, weight in opened.names.slots.items()
-        if slot.is_routed
-        for part in parts_read(slot, weight)
-    }
+    wanted = wanted_parts(opened.names.slots, opened.moe.num_experts)
     for first in range(0, ctx.world_size, ctx.parallel.ep_size):
         group = reports[first : first + ctx.parallel.ep_size]
-        prove_coverage(sorted(wanted), opened.moe.num_experts, group)
+        prove_coverage(wanted, group)
     for i, layer in layers.items():
         layer.finish_loading()
         skeleton.set_block(i, MoEBlock(layer, skeleton.family.returns_router_scores))

@@ -21,9 +21,11 @@ from ep_runtime.kernels.base import (
     ModularExperts,
     Routing,
 )
+from ep_runtime.kernels.experts_operators import run_experts
 from ep_runtime.kernels.workspace import Workspace
 from ep_runtime.ownership import Schedule
 from ep_runtime.phases import PhaseTimer
+from ep_runtime.small_passes import make_count_slots
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class ModularKernel:
         self.tokens_per_expert = torch.zeros(
             experts.shape.num_local_experts, dtype=torch.int64, device=workspace.device
         )
+        self._count_slots = make_count_slots(self.tokens_per_expert)
         self._max_tokens_per_rank = max_tokens_per_rank
         self._workspace = workspace
         self._timer = timer
@@ -139,8 +142,8 @@ class ModularKernel:
         if call is not None:
             call.before_experts()
         with timer.phase("experts"), self._workspace.frame():
-            output = self.experts.run(expert_input, weights, self._workspace)
-        count_tokens(self.tokens_per_expert, expert_input)
+            output = run_experts(self.experts, expert_input, weights, self._workspace)
+        self._count(expert_input)
 
         at_issue = (
             shared[rows] if shared is not None and bias_kind is CombineBias.AT_ISSUE else None
@@ -158,18 +161,9 @@ class ModularKernel:
             part.add_(shared[rows])
         return part, shared
 
-
-def count_tokens(tokens_per_expert: Tensor, expert_input: ExpertInput) -> None:
-    """Add the slots of an experts call to `tokens_per_expert` [E_local]; no wait for the device."""
-    if isinstance(expert_input, BatchedExpertInput):
-        tokens_per_expert.add_(expert_input.num_rows_per_expert)
-        return
-    ids = expert_input.topk_ids
-    if tokens_per_expert.numel() == 0 or ids.numel() == 0:
-        return
-    here = ids >= 0
-    if expert_input.num_rows is not None:
-        row = torch.arange(ids.shape[0], device=ids.device)
-        here = here & (row < expert_input.num_rows)[:, None]
-    index = torch.where(here, ids, 0).flatten().long()
-    tokens_per_expert.scatter_add_(0, index, here.flatten().long())
+    def _count(self, expert_input: ExpertInput) -> None:
+        """Add an experts call's slots to `tokens_per_expert`; no wait for the device."""
+        if isinstance(expert_input, BatchedExpertInput):
+            self.tokens_per_expert.add_(expert_input.num_rows_per_expert)
+        else:
+            self._count_slots(expert_input.topk_ids, expert_input.num_rows)

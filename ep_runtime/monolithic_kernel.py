@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ep_runtime.all2all.base import GatheringBackend
 from ep_runtime.kernels.base import MonolithicContext, MonolithicExperts
+from ep_runtime.kernels.experts_operators import run_monolithic_experts
 from ep_runtime.kernels.workspace import Workspace
 from ep_runtime.modular_kernel import num_rounds, round_rows, rows_in_round
 from ep_runtime.phases import PhaseTimer
@@ -63,7 +64,9 @@ class MonolithicKernel:
             if index == 0:
                 before_experts()
             with self._timer.phase("experts"), self._workspace.frame():
-                part = self.experts.run(hidden, logits, context=context, workspace=self._workspace)
+                part = run_monolithic_experts(
+                    self.experts, hidden, logits, context=context, workspace=self._workspace
+                )
             if self.backend is not None:
                 with self._timer.phase("combine"):
                     part = self.backend.sum_scatter_rows(part, counts)

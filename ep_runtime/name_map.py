@@ -176,7 +176,8 @@ class _NameMapper:
         """How the weight at a place is stored; None: as a plain tensor."""
         layout = self._layout
         if isinstance(place, Slot) and place.is_expert_weight:
-            return layout.expert_formats.get(place.layer)
+            form = layout.expert_formats.get(place.layer)
+            return form if form is None or place.expert is None else form.of_expert(place.expert)
         if layout.quantization is None or plain != WEIGHT or not parts:
             return None
         if set(parts) == {plain} and self._tensors[parts[plain]].dtype in FLOAT_DTYPES:

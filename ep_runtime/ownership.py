@@ -114,8 +114,8 @@ OWNERSHIP_RULES: tuple[OwnershipRule, ...] = (
 class ScheduleFacts:
     """The question for one range of row counts.
 
-    num_tokens: the most own rows of any rank of the group. routed, shared: the rule of each side
-    that covers that count.
+    num_tokens: the most own rows of any rank of the group. routed, shared, communication: the rule
+    of each side that covers that count.
     """
 
     question: SharedExpertQuestion
@@ -123,6 +123,7 @@ class ScheduleFacts:
     num_tokens: int
     routed: ConcurrencyRule
     shared: ConcurrencyRule
+    communication: ConcurrencyRule
 
     @property
     def window(self) -> Schedule:
@@ -163,6 +164,10 @@ def _shared_side(f: ScheduleFacts) -> str:
     return _side("the shared", "expert", f.shared)
 
 
+def _communication_side(f: ScheduleFacts) -> str:
+    return _side("the communication of", f.question.backend.name, f.communication)
+
+
 SCHEDULE_RULES: tuple[ScheduleRule, ...] = (
     ScheduleRule(
         "no_owner",
@@ -199,6 +204,12 @@ SCHEDULE_RULES: tuple[ScheduleRule, ...] = (
         lambda f: f.shared.concurrency is Concurrency.EXCLUSIVE,
         lambda f: f.not_overlapped,
         lambda f: _shared_side(f) + ": communication is joined before its launch",
+    ),
+    ScheduleRule(
+        "communication_not_certified",
+        lambda f: f.communication.concurrency is not Concurrency.CERTIFIED,
+        lambda f: f.not_overlapped,
+        _communication_side,
     ),
     ScheduleRule(
         "modular_kernel_window",
@@ -279,14 +290,14 @@ def _decide_schedule(
     question: SharedExpertQuestion, owner: Owner, max_tokens: int | None
 ) -> Regime:
     num_tokens = max_tokens if max_tokens is not None else _beyond_every_bound(question)
+    received = most_received_rows(question, num_tokens)
     facts = ScheduleFacts(
         question=question,
         owner=owner,
         num_tokens=num_tokens,
-        routed=concurrency_rule(
-            question.experts.concurrency, most_received_rows(question, num_tokens)
-        ),
+        routed=concurrency_rule(question.experts.concurrency, received),
         shared=concurrency_rule(question.shared_concurrency, num_tokens),
+        communication=concurrency_rule((question.backend.communication,), received),
     )
     rule = next(rule for rule in SCHEDULE_RULES if rule.applies(facts))
     return Regime(max_tokens, rule.schedule(facts), rule.name, rule.reason(facts))
@@ -295,7 +306,7 @@ def _decide_schedule(
 def _finite_bounds(question: SharedExpertQuestion) -> set[int]:
     """Row counts after which some rule may answer differently."""
     bounds = {question.token_threshold, question.max_tokens_per_rank}
-    for rule in question.experts.concurrency:
+    for rule in (*question.experts.concurrency, question.backend.communication):
         if rule.max_tokens is not None:
             bounds.add(rule.max_tokens // question.ep_size)
     for rule in question.shared_concurrency:

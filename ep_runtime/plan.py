@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from ep_runtime.config import MoEConfig, ParallelConfig, SharedExpertsConfig
 from ep_runtime.dispatch_rows import choose_rows, named_rows
 from ep_runtime.kernels.base import ExpertsShape
 from ep_runtime.kernels.quant.scheme import RowScheme
-from ep_runtime.kernels.quant.storage import stored_shapes
+from ep_runtime.kernels.quant.storage import num_stored, stored_shapes
 from ep_runtime.kernels.registry import experts_class
 from ep_runtime.machine import Machine
 from ep_runtime.ownership import (
@@ -215,22 +215,23 @@ def _backend_shape(
 def _rank_bytes(
     moe: MoEConfig, experts: str, shape: BackendShape, receive_bytes: int, ep_rank: int
 ) -> RankBytes:
-    num_local_experts = shape.placement.num_local_experts(ep_rank)
+    local_experts = shape.placement.experts_of(ep_rank)
+    num_local_experts = len(local_experts)
     itemsize = moe.torch_dtype.itemsize
     hidden, width = moe.hidden_size, moe.moe_intermediate_size
     num_parts = 2 if moe.experts_activation().is_gated else 1
     rows13 = width * num_parts
-    per_expert = _projection_bytes(moe, rows13, hidden, num_parts)
-    per_expert += _projection_bytes(moe, hidden, width, 1)
+    experts_bytes = _projection_bytes(moe, rows13, hidden, num_parts, local_experts)
+    experts_bytes += _projection_bytes(moe, hidden, width, 1, local_experts)
     if moe.expert_bias:
-        per_expert += (rows13 + hidden) * itemsize
+        experts_bytes += num_local_experts * (rows13 + hidden) * itemsize
     shared = (rows13 // width + 1) * hidden * moe.shared_intermediate_size
     if moe.shared_expert_gate:
         shared += hidden
     rows = shape.placement.ep_size * shape.max_tokens_per_rank
     kernel = experts_class(experts)(experts_shape(moe, num_local_experts))
     return RankBytes(
-        experts=num_local_experts * per_expert,
+        experts=experts_bytes,
         router=4 * moe.num_experts * (hidden + moe.router_bias + moe.has_correction_bias),
         shared=shared * itemsize,
         receive=receive_bytes,
@@ -238,11 +239,16 @@ def _rank_bytes(
     )
 
 
-def _projection_bytes(moe: MoEConfig, rows: int, columns: int, num_parts: int) -> int:
-    """Of one expert's w13 or w2, as the layer holds it."""
+def _projection_bytes(
+    moe: MoEConfig, rows: int, columns: int, num_parts: int, experts: Sequence[int]
+) -> int:
+    """Of w13 or w2 of some experts, as the layer holds them."""
     if not moe.quantization.is_quantised:
-        return rows * columns * moe.torch_dtype.itemsize
+        return len(experts) * rows * columns * moe.torch_dtype.itemsize
     shapes = stored_shapes(
         moe.quantization, rows, columns, num_parts=num_parts, dtype=moe.torch_dtype
     )
-    return sum(shape.num_bytes for shape in shapes.values())
+    return sum(
+        num_stored(name, moe.quantization, experts) * shape.num_bytes
+        for name, shape in shapes.items()
+    )

@@ -5,7 +5,7 @@ from itertools import groupby
 
 from ep_runtime.all2all.base import ExpertPlacement
 from ep_runtime.all2all.registry import backend_class
-from ep_runtime.kernels.quant.scheme import QuantScheme, RowScheme
+from ep_runtime.kernels.quant.scheme import QuantScheme, RowScheme, WeightScheme
 from ep_runtime.kernels.registry import experts_class
 from ep_runtime.plan import Plan, RankBytes
 
@@ -22,7 +22,7 @@ def explain_plan(plan: Plan) -> Iterator[str]:
     yield (
         f"layer      {moe.num_experts} experts, top-{moe.top_k}, hidden {moe.hidden_size}, "
         f"intermediate {moe.moe_intermediate_size}, {moe.activation}, {moe.dtype}"
-        f"{_scheme_text(moe.quantization)}"
+        f"{_scheme_text(moe.quantization, moe.num_experts)}"
     )
     backend = backend_class(plan.backend).capabilities
     kernel = experts_class(plan.experts).capabilities
@@ -66,11 +66,14 @@ def _rows_text(plan: Plan) -> str:
     return f"as {plan.rows}: in e4m3, with a float32 scale for every 128 columns"
 
 
-def _scheme_text(scheme: QuantScheme) -> str:
+def _scheme_text(scheme: QuantScheme, num_experts: int) -> str:
     """Example: `, experts int4_w4a16 group 128 zero points`."""
     if not scheme.is_quantised:
         return ""
     text = f", experts {scheme.weight}"
+    if scheme.weight is WeightScheme.HYBRID:
+        in_nvfp4 = len(scheme.nvfp4_experts)
+        text += f" ({in_nvfp4} in nvfp4, {num_experts - in_nvfp4} in nf3)"
     text += f" group {scheme.group_size}" if scheme.group_size else ""
     text += " zero points" if scheme.has_zero_points else ""
     return text + (" input order" if scheme.has_input_order else "")

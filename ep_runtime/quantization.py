@@ -34,6 +34,7 @@ _READERS = {
     "modelopt": "ep_runtime.kernels.quant.nvfp4:read_modelopt",
 }
 _COMPRESSED_TENSORS = "compressed-tensors"
+HYBRID_METHOD = "nvfp4_nf3_hybrid"
 _CONFIG_KEYS = ("quantization_config", "compression_config")  # the second is older
 _EXCLUSION_KEYS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 _KV_CACHE_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")
@@ -61,9 +62,14 @@ class CheckpointQuantization:
 
         spellings: of the one path; an entry has it where it has any of them.
         """
-        for modules, form in self.formats:
+        number = self.entry_of(*spellings)
+        return None if number is None else self.formats[number][1]
+
+    def entry_of(self, *spellings: str) -> int | None:
+        """Which of `formats` a path is under: the first that has any of its spellings."""
+        for number, (modules, _) in enumerate(self.formats):
             if any(path in modules for path in spellings):
-                return form
+                return number
         return None
 
     def is_unused(self, name: str) -> bool:
@@ -84,12 +90,15 @@ def read_quantization(config: Any) -> CheckpointQuantization | None:
         from ep_runtime.compressed_tensors import read_compressed_tensors
 
         formats = read_compressed_tensors(values)
+    elif method == HYBRID_METHOD:
+        formats = _hybrid_layers(values)
     elif isinstance(method, str) and method in _READERS:
         formats = _one_format(method, values)
     else:
         raise ConfigError(
             f"quantization_config.quant_method ({method!r}) is not supported; give a checkpoint "
-            f"that is not quantised, or by one of: {', '.join((*_READERS, _COMPRESSED_TENSORS))}"
+            f"that is not quantised, or by one of: "
+            f"{', '.join((*_READERS, _COMPRESSED_TENSORS, HYBRID_METHOD))}"
         )
     has_scales = any(values.get(key) is not None for key in _KV_CACHE_KEYS)
     return CheckpointQuantization(method, formats, has_scales)
@@ -100,21 +109,27 @@ def experts_format(
 ) -> WeightFormat | None:
     """The one format of a layer's routed experts; None where they are not quantised.
 
-    layer: for the message. modules: every expert projection's path, in all its spellings.
-    Raises ConfigError where they do not all have the same.
+    layer: for the message. modules: every expert projection's path, in all its spellings, in one
+    order, that on disk first. A list has them in one spelling, so one under which experts would not
+    be stored alike is not the list's: `gate`, for Mixtral's router, is in `gate_proj` too. Of
+    several that would do the one of the earliest entry counts.
+    Raises ConfigError where the spelling on disk does not give all the same.
     """
-    first: tuple[str, WeightFormat | None] | None = None
-    for spellings in modules:
-        path, found = spellings[0], quantization.format_of(*spellings)
-        if first is None:
-            first = path, found
-        elif found != first[1]:
+    alike: list[tuple[int, WeightFormat | None]] = []
+    for paths in zip(*modules, strict=True):
+        entries = [quantization.entry_of(path) for path in paths]
+        formats = [None if n is None else quantization.formats[n][1] for n in entries]
+        other = next((i for i, form in enumerate(formats) if form != formats[0]), None)
+        if other is None:
+            last = len(quantization.formats)
+            alike.append((min(last if n is None else n for n in entries), formats[0]))
+        elif not alike:
             raise ConfigError(
                 f"quantization_config: the routed experts of {layer} are not stored alike "
-                f"({first[0]}: {_named(first[1])}, {path}: {_named(found)}); experts of a layer "
-                f"must have one format"
+                f"({paths[0]}: {_named(formats[0])}, {paths[other]}: {_named(formats[other])}); "
+                f"experts of a layer must have one format"
             )
-    return first[1] if first is not None else None
+    return min(alike, key=lambda one: one[0])[1] if alike else None
 
 
 def import_reader(path: str) -> Callable[[Mapping[str, Any]], WeightFormat]:
@@ -142,6 +157,18 @@ def _one_format(
         check_expressions(" or ".join(_EXCLUSION_KEYS[:2]), entries)
         formats.append((Subtrees(entries), None))
     return (*formats, (AllModules(), read(values)))
+
+
+def _hybrid_layers(
+    values: Mapping[str, Any],
+) -> tuple[tuple[Modules, WeightFormat | None], ...]:
+    """The routed experts of the layers that are named, whatever their paths' spelling."""
+    from ep_runtime.kernels.quant.hybrid import read_hybrid
+
+    return tuple(
+        (Expressions((rf"(?:.*\.)?layers\.{layer}\.\w+\.experts\b",)), form)
+        for layer, form in read_hybrid(values).items()
+    )
 
 
 def _gptq_modules(

@@ -6,7 +6,7 @@ from torch.nn.functional import linear
 
 from ep_runtime.config import MoEConfig
 from ep_runtime.kernels.base import Routing
-from ep_runtime.kernels.routing import route_tokens
+from ep_runtime.small_passes import make_route
 
 
 class Router(nn.Module):
@@ -20,6 +20,7 @@ class Router(nn.Module):
     def __init__(self, moe: MoEConfig, device: torch.device) -> None:
         super().__init__()
         self.spec = moe.routing_spec()
+        self._route = make_route(self.spec, device)
 
         def weight(*shape: int) -> nn.Parameter:
             empty = torch.empty(shape, dtype=torch.float32, device=device)
@@ -35,4 +36,4 @@ class Router(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Routing:
         """[T, H] to each row's K experts; T may be 0."""
-        return route_tokens(self.logits(hidden_states), self.spec, self.correction_bias)
+        return self._route(self.logits(hidden_states), self.correction_bias)

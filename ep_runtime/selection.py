@@ -1,15 +1,19 @@
-"""Which backend and which experts kernel: the first pair that fits, and why the others do not.
+"""Which backend and which experts kernel: the first backend that fits with a kernel, of the kernels
+that fit with it the one that measured tables show to be the fastest, and why not the others.
 
-Reads declared capabilities, the configuration and the machine; nothing else.
+Reads declared capabilities, the configuration, the machine and ep_runtime/kernel_times.py's tables;
+nothing else. A layer has one kernel, since each keeps weights in a layout of its own; what it is
+chosen for is rows up to the layer's max_tokens_per_rank.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ep_runtime.all2all.base import BackendCapabilities, BackendShape, shape_fault
 from ep_runtime.all2all.registry import backend_class, backend_names
 from ep_runtime.config import MoEConfig, ParallelConfig
 from ep_runtime.dispatch_rows import choose_rows, rows_fault
+from ep_runtime.kernel_times import pick_kernel
 from ep_runtime.kernels.base import (
     ActivationKind,
     ExpertsCapabilities,
@@ -21,7 +25,7 @@ from ep_runtime.kernels.registry import experts_class, experts_names
 from ep_runtime.machine import Machine, TritonMode
 
 # The extras that install the optional packages.
-_EXTRAS = {"deep_ep": "deepep", "deep_gemm": "deepgemm"}
+_EXTRAS = {"deep_ep": "deepep", "deep_gemm": "deepgemm", "vllm": "marlin"}
 _ONLY_BY_NAME = "Triton's interpreter is for tests; name it to use it all the same"
 
 
@@ -37,7 +41,8 @@ class Rejection:
 def choose_kernels(
     moe: MoEConfig, parallel: ParallelConfig, machine: Machine, experts: str, shape: BackendShape
 ) -> tuple[BackendCapabilities, ExpertsCapabilities, tuple[Rejection, ...]]:
-    """The first usable pair, in the registries' order, of those that the user's names allow."""
+    """The first backend, in the registry's order, that fits with a kernel, and the kernel picked of
+    those that fit with it; of those that the user's names allow."""
     named_backend, named_experts = parallel.all2all_backend, experts
     backends = [
         backend_class(name).capabilities
@@ -53,6 +58,7 @@ def choose_kernels(
     kernel_faults = {
         k.name: _experts_fault(k, moe, machine, by_name=named_experts != "auto")
         or rows_fault(k, moe, parallel)
+        or _capacity_fault(k, parallel)
         or experts_class(k.name).shape_fault(
             experts_shape(moe, shape.placement.num_local_experts(0))
         )
@@ -67,19 +73,22 @@ def choose_kernels(
     usable_kernels = [k for k in kernels if kernel_faults[k.name] is None]
     pair_faults = {
         (b.name, k.name): _pair_fault(b, k, moe, parallel)
+        or _kind_fault(k, by_name=named_experts != "auto")
         for b in usable_backends
         for k in usable_kernels
     }
     for backend in usable_backends:
-        for kernel in usable_kernels:
-            if pair_faults[backend.name, kernel.name] is None:
-                with_kernel = {n: pair_faults.get((n, kernel.name)) for n in backend_faults}
-                with_backend = {n: pair_faults.get((backend.name, n)) for n in kernel_faults}
-                rejections = (
-                    *_rejections("backend", backend.name, backend_faults, with_kernel),
-                    *_rejections("experts", kernel.name, kernel_faults, with_backend),
-                )
-                return backend, kernel, rejections
+        fitting = [k.name for k in usable_kernels if pair_faults[backend.name, k.name] is None]
+        if fitting:
+            chosen, slower = _pick(fitting, moe, parallel, machine, shape)
+            with_kernel = {n: pair_faults.get((n, chosen)) for n in backend_faults}
+            with_backend = {n: pair_faults.get((backend.name, n)) for n in kernel_faults}
+            later = f"usable, but {backend.name} comes first in auto's order"
+            rejections = (
+                *_rejections("backend", backend.name, backend_faults, with_kernel, {}, later),
+                *_rejections("experts", chosen, kernel_faults, with_backend, slower, ""),
+            )
+            return backend, experts_class(chosen).capabilities, rejections
     faults = [f"backend {n}: {f}" for n, f in backend_faults.items() if f]
     faults += [f"experts {n}: {f}" for n, f in kernel_faults.items() if f]
     faults += [fault for fault in pair_faults.values() if fault]
@@ -101,17 +110,32 @@ def experts_shape(moe: MoEConfig, num_local_experts: int) -> ExpertsShape:
     )
 
 
+def _pick(
+    names: Sequence[str],
+    moe: MoEConfig,
+    parallel: ParallelConfig,
+    machine: Machine,
+    shape: BackendShape,
+) -> tuple[str, dict[str, str]]:
+    """Of kernels that fit, in auto's order, the one to take on the first rank's share of the layer;
+    and why not each of the others."""
+    one = experts_shape(moe, shape.placement.num_local_experts(0))
+    return pick_kernel(names, one, machine.name, parallel.max_tokens_per_rank)
+
+
 def _rejections(
     kind: str,
     chosen: str,
     faults: dict[str, str | None],
     pair_faults: dict[str, str | None],
+    slower: Mapping[str, str],
+    later: str,
 ) -> Iterator[Rejection]:
     """Why each candidate but the chosen one was not picked: its own fault, else the one it has
-    with the other side's choice."""
+    with the other side's choice, else that another of those that fit was taken."""
     for name, fault in faults.items():
         if name != chosen:
-            why = fault or pair_faults[name] or f"usable, but {chosen} comes first in auto's order"
+            why = fault or pair_faults[name] or slower.get(name, later)
             yield Rejection(kind, name, why)
 
 
@@ -119,7 +143,7 @@ def _backend_fault(
     backend: BackendCapabilities, shape: BackendShape, machine: Machine, *, by_name: bool
 ) -> str | None:
     fault = shape_fault(backend, shape) or _device_fault(
-        backend.device_types, backend.needs_triton, backend.needs_package, machine
+        backend.device_types, backend.needs_triton, (backend.needs_package,), machine
     )
     return fault if fault or by_name else _auto_fault(backend, shape, machine)
 
@@ -167,7 +191,8 @@ def _experts_fault(
         return "it is monolithic and weighs results, and apply_router_weight_on_input is true"
     if not kernel.concurrency:
         return "it declares no concurrency rule"
-    fault = _device_fault(kernel.device_types, kernel.needs_triton, kernel.needs_package, machine)
+    packages = (kernel.needs_package, *kernel.or_packages)
+    fault = _device_fault(kernel.device_types, kernel.needs_triton, packages, machine)
     fault = fault or _capability_fault(kernel, machine)
     interpreted = kernel.needs_triton and machine.triton is TritonMode.INTERPRETER
     if fault is None and interpreted and not by_name:
@@ -175,9 +200,34 @@ def _experts_fault(
     return fault
 
 
+def _kind_fault(kernel: ExpertsCapabilities, *, by_name: bool) -> str | None:
+    """Why `auto` passes over a kernel of that kind: a layer that it chose for may be given ids."""
+    if kernel.kind is ExpertsKind.MONOLITHIC and not by_name:
+        return "it is monolithic and takes no given topk_ids; name it to use it all the same"
+    return None
+
+
+def _capacity_fault(kernel: ExpertsCapabilities, parallel: ParallelConfig) -> str | None:
+    """Of a monolithic kernel, which gets all rows of the group at once, and declares no class for
+    more of them than it takes."""
+    most = kernel.concurrency[-1].max_tokens if kernel.concurrency else None
+    received = parallel.ep_size * parallel.max_tokens_per_rank
+    if kernel.kind is not ExpertsKind.MONOLITHIC or most is None or received <= most:
+        return None
+    return (
+        f"it takes at most {most} rows at once, and ep_size ({parallel.ep_size}) times "
+        f"max_tokens_per_rank ({parallel.max_tokens_per_rank}) is {received}; set "
+        f"max_tokens_per_rank: {most // parallel.ep_size}, or choose experts: triton"
+    )
+
+
 def _device_fault(
-    device_types: frozenset[str], needs_triton: bool, needs_package: str | None, machine: Machine
+    device_types: frozenset[str],
+    needs_triton: bool,
+    packages: tuple[str | None, ...],
+    machine: Machine,
 ) -> str | None:
+    """packages: any one of them is needed, the usual one first; None in its place: none is."""
     if machine.device_type not in device_types:
         return (
             f"it runs on {', '.join(sorted(device_types))}, and the device is {machine.device_type}"
@@ -189,10 +239,11 @@ def _device_fault(
                 "before the process started"
             )
         return "it needs Triton, which is not installed; pip install triton"
-    if needs_package and needs_package not in machine.packages:
-        extra = _EXTRAS.get(needs_package)
+    if packages[0] is not None and not set(packages) & set(machine.packages):
+        extra = _EXTRAS.get(packages[0])
         cure = f"; install ep-runtime[{extra}]" if extra else ""
-        return f"it needs the package {needs_package}, which is not installed{cure}"
+        names = " or ".join(filter(None, packages))
+        return f"it needs the package {names}, which is not installed{cure}"
     return None
 
 

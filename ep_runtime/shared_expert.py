@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ep_runtime.config import MoEConfig
-from ep_runtime.kernels.activation import apply_activation
 from ep_runtime.kernels.base import Concurrency, ConcurrencyRule
 from ep_runtime.ownership import Owner, SharedExpertToken
+from ep_runtime.small_passes import make_activate
 
 
 class SharedExpert(nn.Module):
@@ -43,6 +43,7 @@ class SharedExpert(nn.Module):
         self.w13 = weight(rows13, hidden)
         self.w2 = weight(hidden, width)
         self.gate = weight(1, hidden) if moe.shared_expert_gate else None
+        self._activate = make_activate(self.activation, width, device)
         self.calls = 0
 
     def run(
@@ -54,8 +55,8 @@ class SharedExpert(nn.Module):
         """
         token.consume(by)
         self.calls += 1
-        hidden = apply_activation(linear(hidden_states, self.w13), self.activation)
-        torch.mm(hidden.to(hidden_states.dtype), self.w2.t(), out=out)
+        hidden = self._activate(linear(hidden_states, self.w13))
+        torch.mm(hidden, self.w2.t(), out=out)
         if self.gate is not None:
             out.mul_(torch.sigmoid(linear(hidden_states, self.gate)))
         return out

@@ -47,6 +47,8 @@ class _Memory:
 class StreamRecorder(TorchDispatchMode):
     """Use as a context manager around the code that is recorded; `history` has what was found."""
 
+    sees_launches = True  # one by one, so that an operator of several would hide them
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.history = StreamHistory()
@@ -93,6 +95,15 @@ class StreamRecorder(TorchDispatchMode):
             yield
         finally:
             self._labels.pop()
+
+    def make_cuda(self, name: str) -> "RecordedCuda":
+        """In place of `torch.cuda`; streams made through it are called `name`."""
+        return RecordedCuda(self, name)
+
+    def look_at_collective(self) -> None:
+        """A collective is being issued: on the main stream, or it is a fault."""
+        if self.current_stream != MAIN:
+            self.history.misplace(f"a collective was issued on {self.current_stream}")
 
     @contextmanager
     def alone(self, label: str) -> Iterator[None]:

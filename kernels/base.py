@@ -49,12 +49,14 @@ class ConcurrencyRule:
     evidence: for CERTIFIED, the test that shows it (`tests/file.py::test`); else the reason.
     owns: for CERTIFIED, what a call keeps beside its arguments and result: workspaces, locks,
     semaphores, static buffers, and what parts them from another call's; "nothing" is an answer.
+    record: JSON of a run of `ep-runtime audit streams --device cuda` that shows it too, or "".
     """
 
     max_tokens: int | None
     concurrency: Concurrency
     evidence: str
     owns: str = ""
+    record: str = ""
 
     def __post_init__(self) -> None:
         if not self.evidence.strip():
@@ -169,6 +171,12 @@ class ExpertWeights:
     w13_quant: QuantParameters | None = None
     w2_quant: QuantParameters | None = None
 
+    @property
+    def num_experts(self) -> int:
+        """E_local; of a hybrid, whose values are of one tier, from its tiers."""
+        tiers = None if self.w13_quant is None else self.w13_quant.tiers
+        return self.w13.shape[0] if tiers is None else tiers.shape[0]
+
 
 @dataclass(frozen=True)
 class ExpertsShape:
@@ -202,6 +210,7 @@ class ExpertsCapabilities:
     model_rows_only: of these schemes only in the layer's dtype (`rows_of`). fp8_products: schemes
     of which it multiplies e4m3 rows, so that it quantises rows that come otherwise.
     needs_triton: its launches go through Triton (on a CPU: through the interpreter).
+    needs_package: an optional package; or_packages: others, any of which does as well.
     compute_capabilities: of the CUDA devices it runs on, (9, 0) for sm_90; None: of any.
     concurrency: rules in order of rising max_tokens; received rows are what is counted.
     """
@@ -219,6 +228,7 @@ class ExpertsCapabilities:
     supports_bias: bool = False
     needs_triton: bool = False
     needs_package: str | None = None
+    or_packages: tuple[str, ...] = ()
     compute_capabilities: frozenset[tuple[int, int]] | None = None
     concurrency: tuple[ConcurrencyRule, ...] = NEVER_REVIEWED
 
@@ -270,6 +280,12 @@ class Experts(ABC):
     def tuning_text(self, device_name: str) -> str | None:
         """Where its tiles on a device of that name come from, for a reader; None: it has none."""
         return None
+
+    def check(self) -> None:  # noqa: B027
+        """Raise RankFailure once a wait inside a launch has run out; most kernels wait for nobody.
+
+        Does not wait for the device.
+        """
 
     @abstractmethod
     def workspace_bytes(self, max_rows: int) -> int:

@@ -23,6 +23,7 @@ from ep_runtime.kernels.hopper_gemm import (
     project_down_hopper,
     project_gate_up_hopper,
 )
+from ep_runtime.kernels.hopper_packed_schedule import HopperPackedExpertsTiles, unpacked_bytes
 from ep_runtime.kernels.packed_projections import project_packed
 from ep_runtime.kernels.packed_schedule import PackedExpertsTiles
 from ep_runtime.kernels.permute import permute_rows
@@ -45,14 +46,14 @@ def project_slots(
     aligned: AlignedSlots,
     *,
     shape: ExpertsShape,
-    tiles: ExpertsTiles | PackedExpertsTiles,
+    tiles: ExpertsTiles | PackedExpertsTiles | HopperPackedExpertsTiles,
     workspace: Workspace,
 ) -> Tensor:
     """Every local slot's weighted expert output, [N, H] by slot; slots elsewhere stay unwritten.
 
     The result lives in `workspace`, until its frame ends. Does not wait for the device.
     """
-    if isinstance(tiles, PackedExpertsTiles):
+    if isinstance(tiles, PackedExpertsTiles | HopperPackedExpertsTiles):
         return _project_packed(expert_input, weights, aligned, shape, tiles, workspace)
     if tiles.is_hopper:
         return _project_on_hopper(expert_input, weights, aligned, shape, tiles, workspace)
@@ -64,7 +65,9 @@ def projections_bytes(num_rows: int, shape: ExpertsShape, num_positions: int, he
     num_slots = num_rows * shape.top_k
     slots_bytes = aligned_bytes(num_slots * shape.hidden_size * shape.dtype.itemsize)
     rows_bytes = quantised_rows_bytes(num_rows, shape) + slots_bytes
-    if height == HOPPER_BLOCK_M and shape.dtype.itemsize == 2 and not is_packed(shape.scheme):
+    if is_packed(shape.scheme):
+        rows_bytes += unpacked_bytes(num_rows, shape)
+    elif height == HOPPER_BLOCK_M and shape.dtype.itemsize == 2:
         # In expert order, where they are not gathered; dead before the slots' outputs are taken.
         rows_bytes = max(rows_bytes, _ordered_rows_bytes(num_positions, shape))
     return activated_bytes(num_positions, shape) + rows_bytes
@@ -106,7 +109,7 @@ def _project_packed(
     weights: ExpertWeights,
     aligned: AlignedSlots,
     shape: ExpertsShape,
-    tiles: PackedExpertsTiles,
+    tiles: PackedExpertsTiles | HopperPackedExpertsTiles,
     workspace: Workspace,
 ) -> Tensor:
     out = workspace.take((aligned.num_slots, shape.hidden_size), shape.dtype)

@@ -11,6 +11,7 @@ from ep_runtime.kernels.grouped_gemm import activate, item_at
 from ep_runtime.kernels.packed_tiles import (
     load_centres,
     load_scales,
+    load_words,
     multiply_block,
     scale_values,
     scales_per_block,
@@ -18,12 +19,18 @@ from ep_runtime.kernels.packed_tiles import (
 
 
 @triton.jit
-def _gather_block(x_ptrs, step, is_slot, k, hidden_size, KW: tl.constexpr, FIELDS: tl.constexpr):
+def gather_block(x_ptrs, step, is_slot, k, hidden_size, KW: tl.constexpr, FIELDS: tl.constexpr):
     """FIELDS times KW columns of x, [BLOCK_M, KW] each; k: the first of them."""
     x0 = _gather(x_ptrs, is_slot, k, hidden_size)
     x1 = _gather(x_ptrs + step, is_slot, k + KW, hidden_size)
     if FIELDS == 2:
         return (x0, x1)
+    elif FIELDS == 16:
+        x = gather_block(x_ptrs, step, is_slot, k, hidden_size, KW, 4)
+        for part in tl.static_range(1, 4):
+            ptrs = x_ptrs + 4 * part * step
+            x += gather_block(ptrs, step, is_slot, k + 4 * part * KW, hidden_size, KW, 4)
+        return x
     else:
         tl.static_assert(FIELDS == 4)
         x2 = _gather(x_ptrs + 2 * step, is_slot, k + 2 * KW, hidden_size)
@@ -38,11 +45,16 @@ def _gather(x_ptrs, is_slot, k, hidden_size):
 
 @triton.jit
 def _read_block(x, row, first, KW: tl.constexpr, FIELDS: tl.constexpr):
-    """As `_gather_block`, from a descriptor of rows in expert order."""
+    """As `gather_block`, from a descriptor of rows in expert order."""
     x0 = x.load([row, first])
     x1 = x.load([row, first + KW])
     if FIELDS == 2:
         return (x0, x1)
+    elif FIELDS == 16:
+        rows = _read_block(x, row, first, KW, 4)
+        for part in tl.static_range(1, 4):
+            rows += _read_block(x, row, first + 4 * part * KW, KW, 4)
+        return rows
     else:
         tl.static_assert(FIELDS == 4)
         return (x0, x1, x.load([row, first + 2 * KW]), x.load([row, first + 3 * KW]))
@@ -116,10 +128,11 @@ def project_gate_up_packed_kernel(
     if is_gated:
         up_scales = load_scales(group_ptr, up_offsets, rows_per_expert, is_column, SCALES)
     for first in range(0, hidden_size, COLUMNS):
-        gate_words = words.load([gate_row, first // FIELDS])
+        gate_words = load_words(words, gate_row, first, STORED, FIELDS, KW)
         if is_gated:
-            up_words = words.load([gate_row + intermediate_size, first // FIELDS])
-        x = _gather_block(x_ptrs, step, is_slot, first + k, hidden_size, KW, FIELDS)
+            up_row = gate_row + intermediate_size
+            up_words = load_words(words, up_row, first, STORED, FIELDS, KW)
+        x = gather_block(x_ptrs, step, is_slot, first + k, hidden_size, KW, FIELDS)
         here = 0
         ahead = 0
         if GROUP > 0:
@@ -216,7 +229,7 @@ def project_down_packed_kernel(
     offsets = expert.to(tl.int64) * num_groups * hidden_size + columns
     scales = load_scales(group_ptr, offsets, hidden_size, is_column, SCALES)
     for first in range(0, intermediate_size, COLUMNS):
-        w = words.load([first_row, first // FIELDS])
+        w = load_words(words, first_row, first, STORED, FIELDS, KW)
         rows = _read_block(x, tile * BLOCK_M, first, KW, FIELDS)
         here = 0
         ahead = 0

@@ -4,12 +4,13 @@ Of few rows an expert the GEMMs wait for weights, of many for the conversion of 
 which every tile of rows pays again.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ep_runtime.kernels.base import ExpertsShape
 from ep_runtime.kernels.interpreter import is_interpreting
+from ep_runtime.kernels.quant.scheme import WeightScheme
 from ep_runtime.kernels.tiles import BLOCK_M_HEIGHTS, rows_per_expert
 
 # Taller tiles are two accumulators of more registers than a program's threads have to spare.
@@ -43,13 +44,39 @@ class PackedExpertsTiles:
 
 
 def choose_packed_tiles(
-    num_rows: int, num_source_rows: int | None, shape: ExpertsShape
+    num_rows: int,
+    num_source_rows: int | None,
+    shape: ExpertsShape,
+    device: torch.device | None = None,
 ) -> PackedExpertsTiles:
     """Tiles for a call of `num_rows` received rows out of `num_source_rows`.
 
+    A table's where one was measured near by for such a layer on the device with this Triton
+    (kernels/tile_tables.py), else `rule_packed_tiles`. device: None: no table is looked up.
+    """
+    # Late: tables are read into the classes above.
+    from ep_runtime.kernels.tile_tables import tuned_packed_tiles
+
+    expected = rows_per_expert(num_rows, num_source_rows, shape)
+    tuned = None if device is None else tuned_packed_tiles(expected, shape, device)
+    return tuned or rule_packed_tiles(expected, shape)
+
+
+def rule_packed_tiles(expected: float, shape: ExpertsShape) -> PackedExpertsTiles:
+    """The default for `expected` rows an expert.
+
     The lowest tile that holds an even share of the slots and a quarter more, as `choose_tiles`.
     """
-    wanted = 1.25 * rows_per_expert(num_rows, num_source_rows, shape)
+    tiles = _tiles_of_any(expected, shape)
+    if shape.scheme.weight is not WeightScheme.NF3:
+        return tiles
+    # Of sixteen fields all values at once are more registers than a program has.
+    gate_up, down = (replace(one, values_first=False) for one in (tiles.gate_up, tiles.down))
+    return replace(tiles, gate_up=gate_up, down=down)
+
+
+def _tiles_of_any(expected: float, shape: ExpertsShape) -> PackedExpertsTiles:
+    wanted = 1.25 * expected
     block_m = next((height for height in PACKED_HEIGHTS if height >= wanted), PACKED_HEIGHTS[-1])
     if is_interpreting():
         tiles = PackedTiles(256, 4, 1, values_first=block_m < 64, group_tiles=2)

@@ -3,8 +3,9 @@
 A block is FIELDS * KW columns of x, KW of them for each field of its words [BLOCK_N, KW] int16:
 field i of word j is column i * KW + j. So the words of a block, shifted and masked as they lie
 (kernels/packed_values.py), are FIELDS left operands [BLOCK_N, KW] of the matrix unit, each in the
-registers it wants them in, and nothing moves between threads. FIELDS is 4 of 4-bit codes and 2 of
-8-bit ones. A block has 1, 2 or 4 groups of columns with one scale, whole fields each.
+registers it wants them in, and nothing moves between threads. FIELDS is 4 of 4-bit codes, 2 of
+8-bit ones, and 16 of NF3's, whose words are three planes (kernels/packed_nf3.py). A block has 1, 2
+or 4 groups of columns with one scale, whole fields each.
 """
 
 # Triton kernels carry no Python types.
@@ -13,6 +14,7 @@ registers it wants them in, and nothing moves between threads. FIELDS is 4 of 4-
 import triton
 import triton.language as tl
 
+from ep_runtime.kernels.packed_nf3 import load_nf3_words
 from ep_runtime.kernels.packed_values import centre_of, values_of
 
 
@@ -21,6 +23,15 @@ def scales_per_block(group, fields, words_per_block):
     """group: columns that share a scale, 0 for a whole row."""
     columns = fields * words_per_block
     return 1 if group == 0 or group >= columns else columns // group
+
+
+@triton.jit
+def load_words(words, row, first, STORED: tl.constexpr, FIELDS: tl.constexpr, KW: tl.constexpr):
+    """The words [BLOCK_N, KW] of the block whose first column is `first`; of nf3 three planes."""
+    if STORED == "nf3":
+        return load_nf3_words(words, row, first, KW)
+    else:
+        return words.load([row, first // FIELDS])
 
 
 @triton.jit
@@ -104,9 +115,9 @@ def multiply_block(
 ):
     """total + the block's products, scaled group by group.
 
-    words: [BLOCK_N, KW] int16. x: the block's columns, FIELDS of [BLOCK_M, KW]. scales, centres: as
-    loaded. total: [BLOCK_N, BLOCK_M] float32. VALUES_FIRST: all words become values before the
-    first product (not with e4m3 scales).
+    words: [BLOCK_N, KW] int16, as `load_words` gives them. x: the block's columns, FIELDS of
+    [BLOCK_M, KW]. scales, centres: as loaded. total: [BLOCK_N, BLOCK_M] float32. VALUES_FIRST: all
+    words become values before the first product (neither with e4m3 scales nor of nf3).
 
     The scales multiply a group's sums, not its weights: of a tile of 16 rows that is an eighth of
     the work, and it rounds nothing. e4m3 ones, of 16 columns each, do multiply e2m1 weights: two

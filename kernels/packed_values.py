@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from ep_runtime.kernels.interpreter import is_interpreting
+from ep_runtime.kernels.packed_nf3 import nf3_values_of
 
 # Triton's interpreter has no inline assembly.
 _USE_ASSEMBLY = tl.constexpr(not is_interpreting())
@@ -24,10 +25,13 @@ def values_of(words, centres, INDEX: tl.constexpr, STORED: tl.constexpr, DTYPE: 
     """Field INDEX of each int16 word, lowest bits first, as DTYPE: exactly what it stands for.
 
     STORED: int4 (four fields), its code less a zero point; int8 (two), the same; e2m1 (four).
-    centres: zero points + `centre_of`, DTYPE, of a shape that broadcasts to the words'.
+    centres: zero points + `centre_of`, DTYPE, of a shape that broadcasts to the words'. Of nf3
+    words are three planes of sixteen fields (kernels/packed_nf3.py).
     """
     assembly: tl.constexpr = _assembly(INDEX, STORED, DTYPE)
-    if _USE_ASSEMBLY and assembly != "" and STORED == "e2m1":
+    if STORED == "nf3":
+        return nf3_values_of(words, INDEX, DTYPE)
+    elif _USE_ASSEMBLY and assembly != "" and STORED == "e2m1":
         return tl.inline_asm_elementwise(
             assembly, "=r,r", [words], dtype=DTYPE.value, is_pure=True, pack=2
         )

@@ -100,7 +100,7 @@ def run_standard_reference(
     """
     rows, ids = expert_input.hidden_states, expert_input.topk_ids
     num_rows, top_k = ids.shape
-    num_experts = weights.w13.shape[0]
+    num_experts = weights.num_experts
     is_valid = (ids >= 0) & (ids < num_experts)
     if expert_input.num_rows is not None:
         is_valid &= torch.arange(num_rows, device=ids.device)[:, None] < expert_input.num_rows

@@ -11,6 +11,9 @@ _BUILT_IN = {
     "triton_batched": "ep_runtime.kernels.triton_batched_experts:TritonBatchedExperts",
     "deep_gemm": "ep_runtime.kernels.deep_gemm_experts:DeepGemmExperts",
     "deep_gemm_batched": "ep_runtime.kernels.deep_gemm_batched_experts:DeepGemmBatchedExperts",
+    "marlin": "ep_runtime.kernels.marlin_experts:MarlinExperts",
+    "resident": "ep_runtime.kernels.resident_experts:ResidentExperts",
+    "nvfp4_nf3_hybrid": "ep_runtime.kernels.hybrid_experts:HybridExperts",
     "reference": "ep_runtime.kernels.reference_experts:ReferenceExperts",
 }
 _registered: dict[str, type[Experts]] = {}

@@ -30,8 +30,7 @@ def route_tokens(logits: Tensor, spec: RoutingSpec, correction_bias: Tensor | No
 
     Example: scores (.5, .4), bias (0, 5), K = 1, not normalised: expert 1 with weight .4.
     """
-    _check_spec(spec)
-    _check_tensors(logits, spec, correction_bias)
+    check_routing(logits, spec, correction_bias)
     logits = logits.float()
     scores = logits.sigmoid() if spec.scoring == "sigmoid" else logits.softmax(dim=-1)
     choice = scores if correction_bias is None else scores + correction_bias.float()
@@ -47,6 +46,34 @@ def route_tokens(logits: Tensor, spec: RoutingSpec, correction_bias: Tensor | No
         topk_ids=ids.masked_fill(not_routed, -1).to(torch.int32),
         topk_weights=weights.masked_fill(not_routed, 0.0),
     )
+
+
+def keep_known_ids(topk_ids: Tensor, num_experts: int) -> Tensor:
+    """int32 ids; -1 in place of one outside [0, num_experts)."""
+    is_known = (topk_ids >= 0) & (topk_ids < num_experts)
+    return torch.where(is_known, topk_ids, -1).to(torch.int32)
+
+
+def count_slots(counts: Tensor, topk_ids: Tensor, num_rows: Tensor | None) -> None:
+    """Add to `counts` each local expert's slots.
+
+    counts: [E_local] int64. topk_ids: [R, K] local ids or -1. num_rows: [1], of which rows count;
+    None: all. Does not wait for the device.
+    """
+    if counts.numel() == 0 or topk_ids.numel() == 0:
+        return
+    is_here = topk_ids >= 0
+    if num_rows is not None:
+        rows = torch.arange(topk_ids.shape[0], device=topk_ids.device)
+        is_here = is_here & (rows < num_rows)[:, None]
+    index = torch.where(is_here, topk_ids, 0).flatten().long()
+    counts.scatter_add_(0, index, is_here.flatten().long())
+
+
+def check_routing(logits: Tensor, spec: RoutingSpec, correction_bias: Tensor | None) -> None:
+    """Raise ConfigError for a spec, logits or a bias that `route_tokens` does not take."""
+    _check_spec(spec)
+    _check_tensors(logits, spec, correction_bias)
 
 
 def _largest(values: Tensor, count: int) -> Tensor:

@@ -1,12 +1,10 @@
-"""A tile table's JSON values as dataclasses, and whether its tiles are possible."""
+"""Whether the tiles of a table are possible."""
 
-from collections.abc import Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
-from typing import Any, TypeVar, get_type_hints
+from typing import Any
 
 import torch
 
-from ep_runtime.kernels.errors import PlanError
+from ep_runtime.kernels.packed_schedule import PACKED_HEIGHTS, PackedExpertsTiles, PackedTiles
 from ep_runtime.kernels.quant.scheme import WeightScheme
 from ep_runtime.kernels.tiles import BLOCK_M_HEIGHTS, HOPPER_BLOCK_M, ExpertsTiles, GemmTiles
 
@@ -15,60 +13,26 @@ MAX_SHARED_BYTES = 232_448
 # Columns that share a scale in fp8: what a step along K, and a quantised block of columns, must be.
 FP8_GROUP = 128
 SIZES = (16, 32, 64, 128, 256)
+PACKED_WIDTHS = (32, 64, 128, 256)
+MAX_WORD_BYTES = 128  # of a block's row; see kernels/quant/packed_weights.py
 WARPS = (4, 8)
 MAX_STAGES = 12
 MAX_BLOCK_K = 128  # of the first projection: e4m3 rows have one scale for so many columns
-TUNED_SCHEMES = tuple(
+_UNPACKED_SCHEMES = tuple(
     map(str, (WeightScheme.NONE, WeightScheme.FP8_BLOCK, WeightScheme.FP8_CHANNEL))
 )
+TUNED_PACKED_SCHEMES = tuple(
+    map(str, (WeightScheme.INT4, WeightScheme.INT8, WeightScheme.MXFP4, WeightScheme.NVFP4))
+)
+TUNED_SCHEMES = _UNPACKED_SCHEMES + TUNED_PACKED_SCHEMES
 TUNED_DTYPES = ("float32", "bfloat16", "float16")
-
-DataT = TypeVar("DataT")
-
-
-def read_fields(
-    cls: type[DataT], values: Any, place: str, given: Mapping[str, Any] | None = None
-) -> DataT:
-    """A dataclass from its fields by name; nested ones too. given: fields that are parsed already.
-
-    Raises ValueError that names the place and the key: unknown, missing or of a wrong type.
-    """
-    if not isinstance(values, dict):
-        raise ValueError(f"{place} must be a mapping; got {values!r}")
-    known = {field.name: field for field in fields(cls)}  # type: ignore[arg-type]
-    unknown = sorted(set(values) - set(known))
-    if unknown:
-        raise ValueError(f"{place}.{unknown[0]} is an unknown key; known: {', '.join(known)}")
-    missing = [name for name, field in known.items() if name not in values and _is_needed(field)]
-    if missing:
-        raise ValueError(f"{place} needs the key {missing[0]}")
-    types = get_type_hints(cls)
-    parsed = {name: _read(types[name], value, f"{place}.{name}") for name, value in values.items()}
-    try:
-        return cls(**{**parsed, **(given or {})})
-    except PlanError as error:
-        raise ValueError(f"{place}: {error}") from None
-
-
-def _is_needed(field: Field[Any]) -> bool:
-    return field.default is MISSING and field.default_factory is MISSING
-
-
-def _read(kind: Any, value: Any, place: str) -> Any:
-    if isinstance(kind, type) and is_dataclass(kind):
-        return read_fields(kind, value, place)
-    if kind is float and type(value) is int:
-        return float(value)
-    if kind in (int, float, bool, str) and type(value) is not kind:
-        raise ValueError(f"{place} ({value!r}) must be of type {kind.__name__}")
-    return value
 
 
 def check_tiles(
     tiles: ExpertsTiles, place: str, *, scheme: str, dtype: str, is_gated: bool
 ) -> None:
     """ValueError, naming the place, for tiles that no kernel of such a layer could run with."""
-    _one_of(scheme, TUNED_SCHEMES, f"{place}: the layer's scheme")
+    _one_of(scheme, _UNPACKED_SCHEMES, f"{place}: the layer's scheme")
     _one_of(dtype, TUNED_DTYPES, f"{place}: the layer's dtype")
     _one_of(tiles.block_m, BLOCK_M_HEIGHTS, f"{place}.block_m")
     itemsize = 1 if scheme != WeightScheme.NONE else getattr(torch, dtype).itemsize
@@ -98,6 +62,34 @@ def check_tiles(
             )
 
 
+def check_packed_tiles(
+    tiles: PackedExpertsTiles, place: str, *, scheme: str, dtype: str, is_gated: bool
+) -> None:
+    """As `check_tiles`, of packed weights."""
+    _one_of(scheme, TUNED_PACKED_SCHEMES, f"{place}: the layer's scheme")
+    _one_of(dtype, TUNED_DTYPES, f"{place}: the layer's dtype")
+    _one_of(tiles.block_m, PACKED_HEIGHTS, f"{place}.block_m")
+    for name, one, num_weights in (
+        ("gate_up", tiles.gate_up, 2 if is_gated else 1),
+        ("down", tiles.down, 1),
+    ):
+        _one_of(one.block_n, PACKED_WIDTHS, f"{place}.{name}.block_n")
+        _one_of(one.num_warps, WARPS, f"{place}.{name}.num_warps")
+        _check_range(one.num_stages, 1, MAX_STAGES, f"{place}.{name}.num_stages")
+        _check_range(one.group_tiles, 1, 1024, f"{place}.{name}.group_tiles")
+        needed = packed_shared_bytes(one, num_weights=num_weights)
+        if needed > MAX_SHARED_BYTES:
+            raise ValueError(
+                f"{place}.{name} needs {needed} bytes of shared memory for words alone, and a "
+                f"program has at most {MAX_SHARED_BYTES}: lower num_stages ({one.num_stages})"
+            )
+
+
+def packed_shared_bytes(tiles: PackedTiles, *, num_weights: int) -> int:
+    """Of the words' stages: num_weights times block_n rows of the widest block."""
+    return tiles.num_stages * num_weights * tiles.block_n * MAX_WORD_BYTES
+
+
 def shared_bytes(gemm: GemmTiles, block_m: int, *, num_weights: int, itemsize: int) -> int:
     """Of the operands' stages: block_m rows and num_weights times block_n rows of weights."""
     rows = block_m + num_weights * gemm.block_n
@@ -108,13 +100,9 @@ def _check_gemm(gemm: GemmTiles, place: str) -> None:
     _one_of(gemm.block_n, SIZES, f"{place}.block_n")
     _one_of(gemm.block_k, SIZES, f"{place}.block_k")
     _one_of(gemm.num_warps, WARPS, f"{place}.num_warps")
-    for name, value, least, most in (
-        ("num_stages", gemm.num_stages, 1, MAX_STAGES),
-        ("group_tiles", gemm.group_tiles, 1, 1024),
-        ("programs_per_sm", gemm.programs_per_sm, 0, 32),
-    ):
-        if not least <= value <= most:
-            raise ValueError(f"{place}.{name} ({value}) must be {least} to {most}")
+    _check_range(gemm.num_stages, 1, MAX_STAGES, f"{place}.num_stages")
+    _check_range(gemm.group_tiles, 1, 1024, f"{place}.group_tiles")
+    _check_range(gemm.programs_per_sm, 0, 32, f"{place}.programs_per_sm")
 
 
 def _check_fp8(gemm: GemmTiles, scheme: str, place: str, *, quantises: bool) -> None:
@@ -129,6 +117,11 @@ def _check_fp8(gemm: GemmTiles, scheme: str, place: str, *, quantises: bool) -> 
         raise ValueError(
             f"{place}.block_n ({gemm.block_n}) must be at most {FP8_GROUP} of {scheme}"
         )
+
+
+def _check_range(value: int, least: int, most: int, place: str) -> None:
+    if not least <= value <= most:
+        raise ValueError(f"{place} ({value}) must be {least} to {most}")
 
 
 def _one_of(value: Any, allowed: tuple[Any, ...], place: str) -> None:

@@ -24,7 +24,15 @@ import triton
 from ep_runtime.kernels.base import ExpertsShape
 from ep_runtime.kernels.errors import ConfigError
 from ep_runtime.kernels.interpreter import is_interpreting
-from ep_runtime.kernels.tile_checks import TUNED_SCHEMES, check_tiles, read_fields
+from ep_runtime.kernels.packed_schedule import PackedExpertsTiles, rule_packed_tiles
+from ep_runtime.kernels.quant.packed_weights import is_packed
+from ep_runtime.kernels.read_fields import read_fields
+from ep_runtime.kernels.tile_checks import (
+    TUNED_PACKED_SCHEMES,
+    TUNED_SCHEMES,
+    check_packed_tiles,
+    check_tiles,
+)
 from ep_runtime.kernels.tiles import ExpertsTiles, rule_regime
 
 SHIPPED_TABLES = Path(__file__).parent / "tuned"
@@ -39,6 +47,7 @@ class TunedLayer:
     """What a layer's tiles depend on, beside the device.
 
     scheme, dtype: by name, as `fp8_block` and `bfloat16`. num_local_experts: of one rank.
+    group_size, has_zero_points: of packed integers; None: a whole row shares a scale.
     """
 
     num_local_experts: int
@@ -47,6 +56,8 @@ class TunedLayer:
     is_gated: bool
     scheme: str
     dtype: str
+    group_size: int | None = None
+    has_zero_points: bool = False
 
     @classmethod
     def of(cls, shape: ExpertsShape) -> "TunedLayer":
@@ -57,6 +68,8 @@ class TunedLayer:
             is_gated=shape.activation.is_gated,
             scheme=str(shape.scheme.weight),
             dtype=str(shape.dtype).removeprefix("torch."),
+            group_size=shape.scheme.group_size,
+            has_zero_points=shape.scheme.has_zero_points,
         )
 
 
@@ -70,7 +83,7 @@ class TunedPoint:
     """
 
     rows_per_expert: float
-    tiles: ExpertsTiles | None
+    tiles: ExpertsTiles | PackedExpertsTiles | None
     us: float
     rule_us: float
     roofline_fraction: float
@@ -117,13 +130,35 @@ def forget_tile_tables() -> None:
 
 def tuned_tiles(expected: float, shape: ExpertsShape, device: torch.device) -> ExpertsTiles | None:
     """A table's tiles for a call with `expected` rows an expert; None: the rule decides."""
+    tiles = _tuned(expected, shape, device)
+    return tiles if isinstance(tiles, ExpertsTiles) else None
+
+
+def tuned_packed_tiles(
+    expected: float, shape: ExpertsShape, device: torch.device
+) -> PackedExpertsTiles | None:
+    """The same of packed weights."""
+    tiles = _tuned(expected, shape, device)
+    return tiles if isinstance(tiles, PackedExpertsTiles) else None
+
+
+def _tuned(
+    expected: float, shape: ExpertsShape, device: torch.device
+) -> ExpertsTiles | PackedExpertsTiles | None:
     if device.type != "cuda" or is_interpreting() or expected <= 0:
         return None
     by_regime = _points_by_regime(shape, device)
     if not by_regime:
         return None
-    point = nearest_point(by_regime.get(rule_regime(expected, shape, device), ()), expected)
+    point = nearest_point(by_regime.get(_regime(expected, shape, device), ()), expected)
     return None if point is None else point.tiles
+
+
+def _regime(expected: float, shape: ExpertsShape, device: torch.device) -> tuple[int, bool]:
+    """The rule's height, and whether it takes the Hopper GEMMs."""
+    if is_packed(shape.scheme):
+        return rule_packed_tiles(expected, shape).block_m, False
+    return rule_regime(expected, shape, device)
 
 
 @cache
@@ -132,7 +167,7 @@ def _points_by_regime(
 ) -> dict[tuple[int, bool], list[TunedPoint]]:
     found: dict[tuple[int, bool], list[TunedPoint]] = {}
     for point in find_points(shape, _device_name(device), triton.__version__)[1]:
-        regime = rule_regime(point.rows_per_expert, shape, device)
+        regime = _regime(point.rows_per_expert, shape, device)
         found.setdefault(regime, []).append(point)
     return found
 
@@ -249,18 +284,24 @@ def _parse_layer(values: Any, place: str) -> tuple[TunedLayer, tuple[TunedPoint,
 def _parse_point(values: Any, layer: TunedLayer, place: str) -> TunedPoint:
     if not isinstance(values, dict) or "tiles" not in values:
         raise ValueError(f"{place} needs the key tiles; null where the rule's are the fastest")
-    tiles = None
-    if values["tiles"] is not None:
-        tiles = read_fields(ExpertsTiles, values["tiles"], f"{place}.tiles")
-        check_tiles(
-            tiles,
-            f"{place}.tiles",
-            scheme=layer.scheme,
-            dtype=layer.dtype,
-            is_gated=layer.is_gated,
-        )
+    tiles = None if values["tiles"] is None else _parse_tiles(values["tiles"], layer, place)
     point = read_fields(TunedPoint, {**values, "tiles": None}, place, given={"tiles": tiles})
     for key in ("rows_per_expert", "us", "rule_us", "roofline_fraction"):
         if not 0 < getattr(point, key) < float("inf"):
             raise ValueError(f"{place}.{key} ({getattr(point, key)}) must be above 0")
     return point
+
+
+def _parse_tiles(values: Any, layer: TunedLayer, place: str) -> ExpertsTiles | PackedExpertsTiles:
+    of_layer: dict[str, Any] = {
+        "scheme": layer.scheme,
+        "dtype": layer.dtype,
+        "is_gated": layer.is_gated,
+    }
+    if layer.scheme in TUNED_PACKED_SCHEMES:
+        packed = read_fields(PackedExpertsTiles, values, f"{place}.tiles")
+        check_packed_tiles(packed, f"{place}.tiles", **of_layer)
+        return packed
+    tiles = read_fields(ExpertsTiles, values, f"{place}.tiles")
+    check_tiles(tiles, f"{place}.tiles", **of_layer)
+    return tiles

@@ -28,8 +28,12 @@ from ep_runtime.kernels.base import (
 )
 from ep_runtime.kernels.errors import PlanError
 from ep_runtime.kernels.grouped_gemm import GemmRows, project_down, project_gate_up
-from ep_runtime.kernels.packed_projections import project_packed
-from ep_runtime.kernels.packed_schedule import PackedExpertsTiles, choose_packed_tiles
+from ep_runtime.kernels.hopper_packed_schedule import (
+    HopperPackedExpertsTiles,
+    choose_tiles_of_packed,
+)
+from ep_runtime.kernels.packed_projections import prepare_packed_weights, project_packed
+from ep_runtime.kernels.packed_schedule import PackedExpertsTiles
 from ep_runtime.kernels.quant.packed_weights import PACKED_SCHEMES, is_packed, packed_fault
 from ep_runtime.kernels.quant.scheme import RowScheme, WeightScheme
 from ep_runtime.kernels.tile_tables import describe_tuning
@@ -37,7 +41,6 @@ from ep_runtime.kernels.tiles import BLOCK_M_HEIGHTS, ExpertsTiles, choose_tiles
 from ep_runtime.kernels.triton_operands import (
     TRITON_SCHEMES,
     activated_bytes,
-    pack_triton_weights,
     prepare_triton_weights,
     quantised_rows_bytes,
     rows_for,
@@ -84,7 +87,7 @@ class TritonBatchedExperts(ModularExperts):
     def prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
         """Rows that TMA can read; copies only what is not so already. Packed weights repacked."""
         if is_packed(self.shape.scheme):
-            return pack_triton_weights(weights, self.shape.scheme)
+            return prepare_packed_weights(weights, self.shape)
         return prepare_triton_weights(weights)
 
     def tuning_text(self, device_name: str) -> str | None:
@@ -134,9 +137,11 @@ class TritonBatchedExperts(ModularExperts):
         num_source_rows = expert_input.num_source_rows
         # Rows stay where they are, which the Hopper GEMMs cannot read.
         source_rows = capacity if num_source_rows is None else num_source_rows
-        tiles: ExpertsTiles | PackedExpertsTiles
+        tiles: ExpertsTiles | PackedExpertsTiles | HopperPackedExpertsTiles
         if is_packed(shape.scheme):
-            tiles = choose_packed_tiles(capacity, source_rows, shape)
+            tiles = choose_tiles_of_packed(
+                capacity, source_rows, shape, output.device, is_batched=True
+            )
         else:
             tiles = choose_tiles(capacity, source_rows, shape, output.device)
         out = output.flatten(0, 1)
@@ -147,7 +152,7 @@ class TritonBatchedExperts(ModularExperts):
                 workspace=workspace,
                 max_rows=None if num_source_rows is None else num_source_rows * shape.top_k,
             )
-            if isinstance(tiles, PackedExpertsTiles):
+            if isinstance(tiles, PackedExpertsTiles | HopperPackedExpertsTiles):
                 project_packed(
                     rows,
                     weights,

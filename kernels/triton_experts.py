@@ -24,7 +24,12 @@ from ep_runtime.kernels.base import (
 )
 from ep_runtime.kernels.errors import PlanError
 from ep_runtime.kernels.expert_projections import project_slots, projections_bytes
-from ep_runtime.kernels.packed_schedule import PackedExpertsTiles, choose_packed_tiles
+from ep_runtime.kernels.hopper_packed_schedule import (
+    HopperPackedExpertsTiles,
+    choose_tiles_of_packed,
+)
+from ep_runtime.kernels.packed_projections import prepare_packed_weights
+from ep_runtime.kernels.packed_schedule import PackedExpertsTiles
 from ep_runtime.kernels.quant.packed_weights import PACKED_SCHEMES, is_packed, packed_fault
 from ep_runtime.kernels.quant.scheme import RowScheme, WeightScheme
 from ep_runtime.kernels.row_passes import row_passes, rows_per_pass
@@ -33,7 +38,6 @@ from ep_runtime.kernels.tile_tables import describe_tuning
 from ep_runtime.kernels.tiles import BLOCK_M_HEIGHTS, ExpertsTiles, choose_tiles
 from ep_runtime.kernels.triton_operands import (
     TRITON_SCHEMES,
-    pack_triton_weights,
     prepare_triton_weights,
 )
 from ep_runtime.kernels.workspace import Workspace
@@ -76,7 +80,7 @@ class TritonExperts(ModularExperts):
     def prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
         """Rows that TMA can read; copies only what is not so already. Packed weights repacked."""
         if is_packed(self.shape.scheme):
-            return pack_triton_weights(weights, self.shape.scheme)
+            return prepare_packed_weights(weights, self.shape)
         return prepare_triton_weights(weights)
 
     def tuning_text(self, device_name: str) -> str | None:
@@ -127,9 +131,9 @@ class TritonExperts(ModularExperts):
         shape = self.shape
         num_experts = weights.w13.shape[0]
         num_rows, num_source_rows = len(expert_input.hidden_states), expert_input.num_source_rows
-        tiles: ExpertsTiles | PackedExpertsTiles
+        tiles: ExpertsTiles | PackedExpertsTiles | HopperPackedExpertsTiles
         if is_packed(shape.scheme):
-            tiles = choose_packed_tiles(num_rows, num_source_rows, shape)
+            tiles = choose_tiles_of_packed(num_rows, num_source_rows, shape, output.device)
         else:
             tiles = choose_tiles(num_rows, num_source_rows, shape, output.device)
         with workspace.frame():

@@ -28,6 +28,18 @@ class Workspace:
         self._block = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._offset = 0
 
+    @classmethod
+    def over(cls, block: Tensor) -> "Workspace":
+        """One whose arena is that memory: [num_bytes] uint8, 256-byte aligned."""
+        workspace = cls(block.device)
+        workspace._block = block
+        return workspace
+
+    @property
+    def rest(self) -> Tensor:
+        """What of the arena is not taken: [num_bytes] uint8."""
+        return self._block[self._offset :]
+
     @property
     def num_bytes(self) -> int:
         """The arena's size."""

@@ -1,4 +1,4 @@
-"""`ep-runtime audit streams`: happens-before on every buffer of a layer, for every combination."""
+"""`ep-runtime audit streams` on a CPU: happens-before on every buffer, for every combination."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -34,12 +34,14 @@ def audit_streams_command(
     json_file: Path | None,
     console: Console,
 ) -> int:
-    """Audit the layer of a run's configuration; 0 where everything is ordered, else 1.
+    """Audit the layer of a run's configuration on recorded streams; 0 where everything is ordered,
+    else 1. On a GPU: launch/audit_gpu_command.py.
 
     backends, experts: names with commas, None: all. Raises ConfigError for a device other than
     cpu, an unknown name, or where no combination could be planned.
     """
-    _refuse_other_device(device)
+    if device != "cpu":
+        raise ConfigError(f"--device {device}: is unknown; choose cpu or cuda")
     prepare_json_file(json_file)
     # Read as Triton is imported, which the modules below do.
     os.environ.setdefault(INTERPRET_VARIABLE, "1")
@@ -48,7 +50,7 @@ def audit_streams_command(
 
     given, _ = read_source(source, overrides)
     moe = audited_config(given)
-    cases = _chosen(all_cases(), backends, experts)
+    cases = chosen_cases(all_cases(), backends, experts)
     weights = SeededWeights(moe, seed=0, device=torch.device("cpu"))
     results = list(audit_layer(moe, weights.fill, cases))
     if all(result.skip_reason for result in results):
@@ -75,20 +77,10 @@ def audit_streams_command(
     return 0 if passed else 1
 
 
-def _refuse_other_device(device: str) -> None:
-    if device == "cuda":
-        raise ConfigError(
-            "--device cuda: the audit on a GPU (CUDA stream sanitizer, allocator and co-run "
-            "stress) is not built; leave --device out for the audit on recorded streams"
-        )
-    if device != "cpu":
-        raise ConfigError(f"--device {device}: is unknown; the audit runs on cpu")
-
-
-def _chosen(
+def chosen_cases(
     cases: "Sequence[AuditCase]", backends: str | None, experts: str | None
 ) -> "list[AuditCase]":
-    """The cases of the names given; an unknown name lists the known ones."""
+    """The cases of the names given (with commas); an unknown name lists the known ones."""
     chosen = list(cases)
     for option, text in (("backends", backends), ("experts", experts)):
         if text is None:

@@ -187,26 +187,98 @@ def tune(
         )
 
 
+@app.command()
+def quantize(
+    source: Annotated[Path, typer.Argument(help="Checkpoint folder, not quantised.")],
+    output: Annotated[Path, typer.Argument(help="Folder to write, new or empty.")],
+    statistics: Annotated[
+        Path, typer.Option(metavar="FILE", help="Report of a run: how often experts were used.")
+    ],
+    hot: Annotated[
+        int | None, typer.Option(help="Experts of a layer in nvfp4, the most used; others: nf3.")
+    ] = None,
+    hot_share: Annotated[
+        float | None, typer.Option(help="Instead of --hot: their share of a layer's, 0 to 1.")
+    ] = None,
+    shard_size: Annotated[str, typer.Option(help="Most bytes of a file, as 5GB.")] = "5GB",
+    json_file: JsonOption = None,
+) -> None:
+    """Store a checkpoint's routed experts in nvfp4 and nf3, by how often they are used."""
+    from ep_runtime.launch.quantize_command import HotExperts, quantize_command
+
+    with _exit_status():
+        quantize_command(
+            source,
+            output,
+            statistics=statistics,
+            hot=HotExperts(hot, hot_share),
+            shard_size=shard_size,
+            json_file=json_file,
+            console=Console(),
+        )
+
+
 @_audit.command()
 def streams(
     config: Annotated[
-        str, typer.Argument(help="YAML file, shipped one, checkpoint folder or config.json.")
-    ] = "cpu_single.yaml",
+        str | None,
+        typer.Argument(
+            help="YAML file, shipped one, checkpoint folder or config.json; default: "
+            "cpu_single.yaml, on a GPU gpu_dp2_ep2.yaml."
+        ),
+    ] = None,
     overrides: SetOption = None,
     device: Annotated[
-        str, typer.Option(help="cpu: the real code against recorded streams.")
+        str,
+        typer.Option(
+            help="cpu: the real code against recorded streams; cuda: sanitizer and stress."
+        ),
     ] = "cpu",
     backends: Annotated[str | None, typer.Option(help="Names with commas; default: all.")] = None,
     experts: Annotated[str | None, typer.Option(help="Names with commas; default: all.")] = None,
+    checks: Annotated[
+        str | None, typer.Option(help="On cuda: sanitizer, allocator, co_run; default: all.")
+    ] = None,
+    iterations: Annotated[
+        int | None, typer.Option(help="On cuda: of each co-run; default: 2000.")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="On cuda: of all stresses together; default: 60.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="On cuda: of the stresses; default: 0.")] = None,
+    unjoined: Annotated[
+        bool,
+        typer.Option("--unjoined", help="On cuda: run uncertified kernels beside others too."),
+    ] = False,
     json_file: JsonOption = None,
 ) -> None:
     """Show that every read, write and free of a layer's buffers is ordered across its streams."""
+    given = {"checks": checks, "iterations": iterations, "seconds": seconds, "seed": seed}
+    given |= {"unjoined": True} if unjoined else {}
+    options = {name: value for name, value in given.items() if value is not None}
+    if device == "cuda":
+        from ep_runtime.launch.audit_gpu_command import audit_gpu_command
+
+        with _exit_status():
+            raise typer.Exit(
+                audit_gpu_command(
+                    config or "gpu_dp2_ep2.yaml",
+                    overrides or [],
+                    backends=backends,
+                    experts=experts,
+                    options=options,
+                    json_file=json_file,
+                    console=Console(),
+                )
+            )
     from ep_runtime.launch.audit_command import audit_streams_command
 
     with _exit_status():
+        if options:
+            raise ConfigError(f"--{next(iter(options))} is for --device cuda alone; leave it out")
         raise typer.Exit(
             audit_streams_command(
-                config,
+                config or "cpu_single.yaml",
                 overrides or [],
                 device=device,
                 backends=backends,

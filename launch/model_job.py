@@ -14,6 +14,7 @@ from ep_runtime.all2all.base import EPGroup
 from ep_runtime.all2all.collectives import Collective, gather_texts
 from ep_runtime.distributed import EPContext
 from ep_runtime.expert_parallel_model import ExpertParallelModel
+from ep_runtime.families import moe_layer_ids
 from ep_runtime.launch.report import Check, RankResult, shared_expert_check
 from ep_runtime.launch.run_config import RunConfig
 from ep_runtime.launch.workload import prompts_of
@@ -90,6 +91,7 @@ def run_model(
         layer_calls=num_forwards * len(model.moe_layers),
         shared_expert_calls=sum(layer.stats.shared_expert_calls for layer in model.moe_layers),
         tokens_per_expert=sum_loads(model),
+        tokens_per_expert_of_layer=loads_of_layers(model),
         phase_seconds=sum_phases(model),
         seconds={"load": loaded - started, "forward": after - before, "decode": decoded - after},
         generated_tokens=generated,
@@ -161,6 +163,15 @@ def sum_loads(model: ExpertParallelModel) -> list[int]:
     """[E] slots on this rank's experts, over all MoE layers."""
     loads = [layer.stats.tokens_per_expert for layer in model.moe_layers]
     return [int(count) for count in torch.stack(loads).sum(dim=0)]
+
+
+def loads_of_layers(model: ExpertParallelModel) -> dict[str, list[int]]:
+    """Decoder layer -> [E] slots on this rank's experts."""
+    numbers = moe_layer_ids(model.config)
+    return {
+        str(number): layer.stats.tokens_per_expert.tolist()
+        for number, layer in zip(numbers, model.moe_layers, strict=True)
+    }
 
 
 def sum_phases(model: ExpertParallelModel) -> dict[str, float]:

@@ -32,7 +32,8 @@ class RankResult:
     """What one rank did.
 
     layer_calls, shared_expert_calls: over all MoE layers of the rank. tokens_per_expert: [E]
-    slots that landed on each expert this rank holds, 0 for others, over all MoE layers.
+    slots that landed on each expert this rank holds, 0 for others, over all MoE layers;
+    tokens_per_expert_of_layer: of a model, by the decoder layer's number.
     phase_seconds: router, dispatch, experts, combine, shared. seconds: load, forward, decode.
     """
 
@@ -47,6 +48,7 @@ class RankResult:
     tokens_per_expert: list[int]
     phase_seconds: dict[str, float]
     seconds: dict[str, float]
+    tokens_per_expert_of_layer: dict[str, list[int]] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
     generated_tokens: list[list[int]] = field(default_factory=list)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ep_runtime.config import MoEConfig
 from ep_runtime.kernels.quant.dequantize import dequantize
 from ep_runtime.kernels.quant.scheme import QuantizedTensor
-from ep_runtime.kernels.quant.storage import tensors_of
+from ep_runtime.kernels.quant.storage import expert_of, quantized_tensor, tensors_of
 from ep_runtime.launch.seeded_stored import draw_stored
 from ep_runtime.layer import MoELayer
 
@@ -48,7 +48,7 @@ class SeededWeights:
         hidden, width = self.moe.hidden_size, self.moe.moe_intermediate_size
         rows, columns = (self._rows13, hidden) if part == "w13" else (hidden, width)
         return draw_stored(
-            self.moe.quantization,
+            self.moe.quantization.of_expert(expert),
             rows,
             columns,
             num_parts=self._parts_of(part),
@@ -88,9 +88,10 @@ class SeededWeights:
         for local_id, expert in enumerate(layer.local_expert_ids):
             for part in _PARTS if self.moe.expert_bias else _PARTS[:2]:
                 if self.moe.quantization.is_quantised and part in ("w13", "w2"):
-                    places = layer.expert_tensors(part)
+                    stacked = quantized_tensor(layer.expert_tensors(part), self.moe.quantization)
+                    places = tensors_of(expert_of(stacked, local_id))
                     for name, tensor in tensors_of(self.stored(part, expert)).items():
-                        places[name][local_id].copy_(tensor[0])
+                        places[name].copy_(tensor)
                 else:
                     cast(Tensor, getattr(layer, part))[local_id].copy_(self.expert(part, expert))
         whole = self.whole()

@@ -16,6 +16,7 @@ _CODE_SIZE = {
     WeightScheme.INT8: 74.0,
     WeightScheme.MXFP4: 2.9,
     WeightScheme.NVFP4: 2.9,
+    WeightScheme.NF3: 0.6,
 }
 _BLOCK_SCALE = 16.0  # of nvfp4, in its middle
 
@@ -54,6 +55,9 @@ class _Draw:
         if name == "values" and one.dtype is torch.float8_e4m3fn:
             normal = torch.randn(shape, generator=self._generator, device=device)
             return (2 * normal).to(one.dtype)
+        if one.dtype is torch.int32:  # nf3's words, by halves
+            halves = self._integers(0, 1 << 16, (2, *shape))
+            return ((halves[0] << 16) | halves[1]).to(torch.int32)
         if name in ("values", "zero_points"):
             is_nibble = name == "zero_points" and self._weight is WeightScheme.INT4
             middle = (6, 10) if is_nibble else (96, 160)

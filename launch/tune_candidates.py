@@ -9,11 +9,19 @@ import torch
 
 from ep_runtime.kernels.base import ExpertsShape
 from ep_runtime.kernels.hopper_tiles import HopperSchedule
+from ep_runtime.kernels.packed_schedule import (
+    PACKED_HEIGHTS,
+    PackedExpertsTiles,
+    PackedTiles,
+    rule_packed_tiles,
+)
+from ep_runtime.kernels.quant.packed_weights import is_packed
 from ep_runtime.kernels.quant.scheme import WeightScheme
 from ep_runtime.kernels.tile_checks import (
     FP8_GROUP,
     MAX_BLOCK_K,
     MAX_SHARED_BYTES,
+    packed_shared_bytes,
     shared_bytes,
 )
 from ep_runtime.kernels.tiles import (
@@ -33,13 +41,17 @@ MIN_IN_FLIGHT = 110 * 1024
 HOPPER_TRIED_FROM = 24
 
 
+Tiles = ExpertsTiles | PackedExpertsTiles
+
+
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run one projection: block_m positions a tile, and Triton's tiles or Hopper's."""
+    """One way to run one projection: block_m positions a tile, and Triton's tiles, those of packed
+    weights, or Hopper's."""
 
     projection: Projection
     block_m: int
-    how: GemmTiles | HopperSchedule
+    how: GemmTiles | PackedTiles | HopperSchedule
 
     @property
     def is_hopper(self) -> bool:
@@ -51,13 +63,21 @@ class Candidate:
         return f"{self.projection}: {kind}block_m {self.block_m}, {numbers}"
 
 
+def rule_of(expected: float, shape: ExpertsShape, device: torch.device) -> Tiles:
+    """What a call takes where no table has tiles for it."""
+    if is_packed(shape.scheme):
+        return rule_packed_tiles(expected, shape)
+    return rule_tiles(expected, shape, device)
+
+
 def heights_near(expected: float, shape: ExpertsShape, device: torch.device) -> tuple[int, ...]:
     """The rule's height for so many rows an expert, and its neighbours.
 
     Example: 32 rows: 32, 64, 128, since the rule has 40 in mind.
     """
-    index = BLOCK_M_HEIGHTS.index(rule_tiles(expected, shape, device).block_m)
-    return BLOCK_M_HEIGHTS[max(0, index - 1) : index + 2]
+    heights = PACKED_HEIGHTS if is_packed(shape.scheme) else BLOCK_M_HEIGHTS
+    index = heights.index(rule_of(expected, shape, device).block_m)
+    return heights[max(0, index - 1) : index + 2]
 
 
 def candidates_of(
@@ -65,11 +85,11 @@ def candidates_of(
 ) -> tuple[Candidate, ...]:
     """Everything that is tried for `expected` rows an expert; the rule's own tiles among them."""
     found: dict[Candidate, None] = {}
-    rule = rule_tiles(expected, shape, device)
+    rule = rule_of(expected, shape, device)
     for projection in PROJECTIONS:
         found[Candidate(projection, rule.block_m, gemm_of(rule, projection))] = None
         for block_m in heights_near(expected, shape, device):
-            for tiles in _gemm_tiles(projection, block_m, shape):
+            for tiles in _tiles_of(projection, block_m, shape):
                 found[Candidate(projection, block_m, tiles)] = None
         if expected >= HOPPER_TRIED_FROM and takes_hopper(shape, device):
             for schedule in _schedules():
@@ -77,9 +97,34 @@ def candidates_of(
     return tuple(found)
 
 
-def gemm_of(tiles: ExpertsTiles, projection: Projection) -> GemmTiles:
+def gemm_of(tiles: Tiles, projection: Projection) -> GemmTiles | PackedTiles:
     """Triton's tiles of one projection."""
     return tiles.gate_up if projection == "gate_up" else tiles.down
+
+
+def _tiles_of(
+    projection: Projection, block_m: int, shape: ExpertsShape
+) -> Iterator[GemmTiles | PackedTiles]:
+    if is_packed(shape.scheme):
+        yield from _packed_tiles(projection, block_m, shape)
+    else:
+        yield from _gemm_tiles(projection, block_m, shape)
+
+
+def _packed_tiles(
+    projection: Projection, block_m: int, shape: ExpertsShape
+) -> Iterator[PackedTiles]:
+    num_weights = 2 if projection == "gate_up" and shape.activation.is_gated else 1
+    groups = (1, 4, 8) if block_m == PACKED_HEIGHTS[-1] else (1, 2)
+    for block_n, num_warps, num_stages, values_first, group_tiles in product(
+        (32, 64, 128, 256), (4, 8), (2, 3, 4, 5, 6), (True, False), groups
+    ):
+        tiles = PackedTiles(block_n, num_warps, num_stages, values_first, group_tiles)
+        # As in `_gemm_tiles`; values of a whole block at once are as many registers again.
+        registers = block_m * block_n * num_weights * (2 if values_first else 1)
+        fits = packed_shared_bytes(tiles, num_weights=num_weights) <= MAX_SHARED_BYTES
+        if fits and registers <= 192 * 32 * num_warps:
+            yield tiles
 
 
 def _schedules() -> Iterator[HopperSchedule]:

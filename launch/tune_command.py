@@ -11,11 +11,13 @@ import triton
 
 from ep_runtime.kernels.base import ExpertsShape
 from ep_runtime.kernels.errors import ConfigError
+from ep_runtime.kernels.hopper_packed_schedule import takes_hopper_packed
 from ep_runtime.kernels.interpreter import is_interpreting
 from ep_runtime.kernels.tile_tables import TileTable, TunedLayer, TunedPoint
 from ep_runtime.launch.json_file import prepare_file, write_json
 from ep_runtime.launch.tune_candidates import candidates_of
 from ep_runtime.launch.tune_compile import Job, compile_candidates
+from ep_runtime.launch.tune_inputs import multiplies_fp8
 from ep_runtime.launch.tune_layers import (
     TuneSizes,
     layers_to_tune,
@@ -72,8 +74,9 @@ def tune_command(
         raise ConfigError(
             "tune measures on a CUDA device, and there is none here, or TRITON_INTERPRET is set"
         )
-    prepare_file("--output", output)
     device = torch.device("cuda", torch.cuda.current_device())
+    refuse_what_has_no_tiles(shapes, device)
+    prepare_file("--output", output)
     num_processes = processes or min(MOST_PROCESSES, os.cpu_count() or 1)
     started = time.perf_counter()
     jobs = compile_jobs(plan, device)
@@ -91,6 +94,16 @@ def tune_command(
         layers=(),
     )
     tune_layers(plan, table, device, GraphTimer(), output, say)
+
+
+def refuse_what_has_no_tiles(shapes: Sequence[ExpertsShape], device: torch.device) -> None:
+    """ConfigError for a layer that runs on a kernel whose schedules are a rule on this device."""
+    for shape in shapes:
+        if takes_hopper_packed(shape, device):
+            raise ConfigError(
+                f"weights stored as {shape.scheme.weight} run on Hopper's packed GEMM here, whose "
+                f"schedules follow a rule: there are no tiles to tune; leave the layer out"
+            )
 
 
 def compile_jobs(plan: TunePlan, device: torch.device) -> list[Job]:
@@ -112,7 +125,7 @@ def tune_layers(
     layers = list(table.layers)
     for shape, numbers in plan.layers:
         layer, notes = TunedLayer.of(shape), SearchNotes()
-        is_fp8 = shape.scheme.is_quantised
+        is_fp8 = multiplies_fp8(shape)
         ceilings = measure_ceilings(timer, device, shape.dtype, is_fp8=is_fp8)
         say(
             f"{layer}: copy {ceilings.bytes_per_second / 1e12:.2f} TB/s, products "

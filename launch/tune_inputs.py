@@ -14,6 +14,7 @@ from ep_runtime.kernels.base import ExpertsShape, ExpertWeights, StandardExpertI
 from ep_runtime.kernels.grouped_gemm import GemmRows
 from ep_runtime.kernels.quant.dequantize import dequantize_expert
 from ep_runtime.kernels.quant.fp8_rows import dequantize_rows, quantize_rows_reference
+from ep_runtime.kernels.quant.packed_weights import is_packed
 from ep_runtime.kernels.quant.scheme import QuantParameters
 from ep_runtime.kernels.quant.storage import (
     PARAMETER_NAMES,
@@ -86,9 +87,14 @@ def draw_activated(shape: ExpertsShape, num_slots: int, generator: torch.Generat
 
 def as_operand(rows: Tensor, shape: ExpertsShape) -> GemmRows:
     """Rows as the scheme's arithmetic takes them: of fp8 weights quantised."""
-    if not shape.scheme.is_quantised:
+    if not multiplies_fp8(shape):
         return GemmRows(rows)
     return GemmRows(*quantize_rows_reference(rows))
+
+
+def multiplies_fp8(shape: ExpertsShape) -> bool:
+    """Whether the scheme's products are of e4m3 values."""
+    return shape.scheme.is_quantised and not is_packed(shape.scheme)
 
 
 def as_float32(rows: GemmRows) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 from ep_runtime.config import MoEConfig, ParallelConfig
 from ep_runtime.kernels.base import ExpertsShape
 from ep_runtime.kernels.errors import ConfigError
+from ep_runtime.kernels.quant.packed_weights import is_packed, packed_fault
 from ep_runtime.kernels.row_passes import MAX_SLOTS_PER_PASS
 from ep_runtime.kernels.tile_checks import TUNED_SCHEMES
 from ep_runtime.launch.explain import read_source
@@ -74,6 +75,8 @@ def _shape_of(moe: MoEConfig, parallel: ParallelConfig, local_experts: int | Non
             f"weights stored as {weight} have no tiles to tune; those of "
             f"{', '.join(TUNED_SCHEMES)} have"
         )
+    if is_packed(moe.quantization) and (fault := packed_fault(moe.quantization)):
+        raise ConfigError(f"experts triton has no tiles to tune for the layer: {fault}")
     if local_experts is None:
         placement = place_experts("linear", moe.num_experts, parallel.ep_size)
         local_experts = placement.num_local_experts(0)

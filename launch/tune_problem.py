@@ -19,13 +19,16 @@ from ep_runtime.kernels.hopper_gemm import (
     project_gate_up_hopper,
 )
 from ep_runtime.kernels.hopper_tiles import HopperSchedule
+from ep_runtime.kernels.packed_gemm import project_down_packed, project_gate_up_packed
+from ep_runtime.kernels.packed_schedule import PackedTiles
 from ep_runtime.kernels.quant.fp8_rows import num_groups
+from ep_runtime.kernels.quant.packed_weights import packed_layout
 from ep_runtime.kernels.quant.scheme import QuantParameters
-from ep_runtime.kernels.tiles import ExpertsTiles, GemmTiles, rows_per_expert
+from ep_runtime.kernels.tiles import GemmTiles, rows_per_expert
 from ep_runtime.kernels.triton_experts import TritonExperts
-from ep_runtime.kernels.triton_operands import prepare_triton_weights, take_activated
+from ep_runtime.kernels.triton_operands import take_activated
 from ep_runtime.kernels.workspace import Workspace
-from ep_runtime.launch.tune_candidates import Candidate
+from ep_runtime.launch.tune_candidates import Candidate, Tiles
 from ep_runtime.launch.tune_inputs import (
     Expected,
     as_float32,
@@ -34,6 +37,7 @@ from ep_runtime.launch.tune_inputs import (
     draw_rows,
     draw_weights,
     expect,
+    multiplies_fp8,
     relative_error,
 )
 
@@ -123,7 +127,7 @@ class TuneProblem:
         self._plain = [draw_weights(shape, generator)]
         if _num_bytes(self._plain[0]) < MIN_WEIGHT_BYTES:
             self._plain += [draw_weights(shape, generator) for _ in range(1, num_sets)]
-        prepared = [prepare_triton_weights(weights) for weights in self._plain]
+        prepared = [TritonExperts(shape).prepare_weights(weights) for weights in self._plain]
         self.sets = [
             RowSet(shape, prepared[index % len(prepared)], num_source_rows, generator)
             for index in range(num_sets)
@@ -157,7 +161,7 @@ class TuneProblem:
         """One launch for each set, which does not wait for the device."""
         return [partial(_launch, rows, candidate) for rows in self.sets]
 
-    def whole_calls(self, tiles: ExpertsTiles) -> list[Call]:
+    def whole_calls(self, tiles: Tiles) -> list[Call]:
         """Alignment and both projections for each set, with what belongs to them."""
         return [partial(self._run_whole, rows, tiles) for rows in self.sets]
 
@@ -175,7 +179,7 @@ class TuneProblem:
         _launch(rows, candidate)
         return self._error_by_slot(rows.out, self.expected.down)
 
-    def whole_error(self, tiles: ExpertsTiles) -> float:
+    def whole_error(self, tiles: Tiles) -> float:
         """Of the first set's slots after both projections, likewise."""
         with self._workspace.frame():
             self._workspace.take((self._workspace.num_bytes,), torch.uint8).fill_(255)
@@ -184,17 +188,17 @@ class TuneProblem:
 
     def limit_of(self, candidate: Candidate) -> float:
         """The largest error of a right result of one projection."""
-        if self.shape.scheme.is_quantised and candidate.projection == "gate_up":
+        if multiplies_fp8(self.shape) and candidate.projection == "gate_up":
             return FP8_LIMIT
         return FLOAT32_LIMIT if self.shape.dtype is torch.float32 else HALF_LIMIT
 
     @property
     def whole_limit(self) -> float:
-        if self.shape.scheme.is_quantised:
+        if multiplies_fp8(self.shape):
             return FP8_LIMIT
         return FLOAT32_LIMIT if self.shape.dtype is torch.float32 else HALF_LIMIT
 
-    def _run_whole(self, rows: RowSet, tiles: ExpertsTiles) -> Tensor:
+    def _run_whole(self, rows: RowSet, tiles: Tiles) -> Tensor:
         with self._workspace.frame():
             aligned = align_slots(
                 rows.expert_input,
@@ -234,6 +238,8 @@ def _launch(rows: RowSet, candidate: Candidate) -> None:
     at, how = rows.of_height(candidate.block_m), candidate.how
     if isinstance(how, HopperSchedule):
         _launch_hopper(rows, at, candidate.projection == "gate_up", how)
+    elif isinstance(how, PackedTiles):
+        _launch_packed(rows, at, candidate.projection == "gate_up", how)
     elif candidate.projection == "gate_up":
         _launch_gate_up(rows, at, how)
     else:
@@ -256,6 +262,31 @@ def _launch_gate_up(rows: RowSet, at: HeightOperands, how: GemmTiles) -> None:
         activation=rows.shape.activation,
         tiles=how,
         out=at.gate_up_out,
+    )
+
+
+def _launch_packed(rows: RowSet, at: HeightOperands, is_gate_up: bool, how: PackedTiles) -> None:
+    layout = packed_layout(rows.shape.scheme)
+    if is_gate_up:
+        project_gate_up_packed(
+            rows.rows.values,
+            rows.weights,
+            at.aligned,
+            layout=layout,
+            top_k=rows.shape.top_k,
+            activation=rows.shape.activation,
+            tiles=how,
+            out=at.gate_up_out.values,
+        )
+        return
+    project_down_packed(
+        at.activated.values,
+        rows.weights,
+        at.aligned,
+        layout=layout,
+        slot_weights=_slot_weights(rows.expert_input),
+        tiles=how,
+        out=rows.out,
     )
 
 

@@ -16,6 +16,7 @@ from triton.errors import TritonError
 
 from ep_runtime.kernels.errors import EPRuntimeError
 from ep_runtime.kernels.hopper_tiles import HopperSchedule
+from ep_runtime.kernels.packed_schedule import PackedExpertsTiles, PackedTiles
 from ep_runtime.kernels.tile_tables import TunedPoint
 from ep_runtime.kernels.tiles import (
     HOPPER_BLOCK_M,
@@ -23,7 +24,13 @@ from ep_runtime.kernels.tiles import (
     GemmTiles,
     rule_tiles,
 )
-from ep_runtime.launch.tune_candidates import PROJECTIONS, Candidate, Projection
+from ep_runtime.launch.tune_candidates import (
+    PROJECTIONS,
+    Candidate,
+    Projection,
+    Tiles,
+    rule_of,
+)
 from ep_runtime.launch.tune_problem import TuneProblem
 from ep_runtime.launch.tune_timing import Ceilings, Timer
 
@@ -51,7 +58,7 @@ def search_point(
 
     Raises EPRuntimeError where the rule's own tiles do not run or give a wrong result.
     """
-    rule = rule_tiles(problem.rows_per_expert, problem.shape, problem.device)
+    rule = rule_of(problem.rows_per_expert, problem.shape, problem.device)
     best = {
         (projection, key): _best_of(problem, some, timer, notes)
         for projection in PROJECTIONS
@@ -135,7 +142,7 @@ def _is_right(problem: TuneProblem, candidate: Candidate, notes: SearchNotes) ->
     return False
 
 
-def _is_right_whole(problem: TuneProblem, tiles: ExpertsTiles, notes: SearchNotes) -> bool:
+def _is_right_whole(problem: TuneProblem, tiles: Tiles, notes: SearchNotes) -> bool:
     error = problem.whole_error(tiles)
     if error <= problem.whole_limit:
         return True
@@ -150,7 +157,7 @@ def _wrong_text(problem: TuneProblem, what: str, error: float, limit: float) -> 
     )
 
 
-def _check_rule(problem: TuneProblem, rule: ExpertsTiles) -> None:
+def _check_rule(problem: TuneProblem, rule: Tiles) -> None:
     error = problem.whole_error(rule)
     if not error <= problem.whole_limit:
         raise EPRuntimeError(
@@ -162,15 +169,17 @@ def _check_rule(problem: TuneProblem, rule: ExpertsTiles) -> None:
 def _combine(
     best: dict[tuple[Projection, tuple[int, bool]], Candidate | None],
     problem: TuneProblem,
-) -> list[ExpertsTiles]:
+) -> list[Tiles]:
     """A way to run a call for each height, and for Hopper, that both projections have a best of."""
-    ways = []
+    ways: list[Tiles] = []
     for key in dict.fromkeys(key for _, key in best):
         first, second = best.get(("gate_up", key)), best.get(("down", key))
         if first is None or second is None:
             continue
         if isinstance(first.how, GemmTiles) and isinstance(second.how, GemmTiles):
             ways.append(ExpertsTiles(key[0], first.how, second.how))
+        elif isinstance(first.how, PackedTiles) and isinstance(second.how, PackedTiles):
+            ways.append(PackedExpertsTiles(key[0], first.how, second.how))
         elif isinstance(first.how, HopperSchedule) and isinstance(second.how, HopperSchedule):
             tiles = rule_tiles(HOPPER_BLOCK_M, problem.shape, problem.device)
             ways.append(

@@ -1,14 +1,22 @@
 """Every certificate names a test that exists, and the state that its owner has."""
 
 import ast
+import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from ep_runtime.all2all import registry as backends
+from ep_runtime.all2all.base import BackendCapabilities
 from ep_runtime.kernels import registry as experts
-from ep_runtime.kernels.base import NEVER_REVIEWED, Concurrency, ConcurrencyRule
+from ep_runtime.kernels.base import (
+    NEVER_REVIEWED,
+    Concurrency,
+    ConcurrencyRule,
+    ExpertsCapabilities,
+)
 from ep_runtime.shared_expert import SharedExpert
 
 ROOT = Path(__file__).parents[1]
@@ -28,14 +36,33 @@ CERTIFICATES: dict[str, tuple[ConcurrencyRule, ...]] = {
 }
 
 
-def fault_of(rule: ConcurrencyRule) -> str | None:
+def fault_of(rule: ConcurrencyRule, owner: str) -> str | None:
     """Why a certificate is none; None where it stands, or claims nothing."""
     if rule.concurrency is not Concurrency.CERTIFIED:
         return None
     path, separator, test = rule.evidence.partition("::")
     if not separator or test not in _tests_of(path):
         return f"{rule.evidence} is not a test"
-    return None if rule.owns.strip() else "it does not say what state is owned"
+    if not rule.owns.strip():
+        return "it does not say what state is owned"
+    return _fault_of_record(rule.record, owner) if rule.record else None
+
+
+def _fault_of_record(path: str, owner: str) -> str | None:
+    """Why a record of the audit on a GPU does not show it; None where it does."""
+    try:
+        record = json.loads((ROOT / path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return f"{path} is no record: {error}"
+    kind, _, name = owner.rpartition(" ")
+    ran = [check for check in record["checks"] if check["skip_reason"] is None]
+    own = [check for check in ran if kind == "the shared" or name == check.get(kind)]
+    if record["device"] != "cuda" or not record["passed"] or not own:
+        return f"{path} is not of a clean run of {owner} on a GPU"
+    co_runs = [check for check in own if check["check"] == "co_run"]
+    if kind == "experts" and not any(not check["joined"] for check in co_runs):
+        return f"{path} has no co-run of {owner}"
+    return None
 
 
 @cache
@@ -51,7 +78,7 @@ def _tests_of(path: str) -> frozenset[str]:
 @pytest.mark.parametrize("owner", CERTIFICATES)
 def test_a_certificate_names_a_test_that_exists_and_what_is_owned(owner: str) -> None:
     assert CERTIFICATES[owner]
-    assert [fault for rule in CERTIFICATES[owner] if (fault := fault_of(rule))] == []
+    assert [fault for rule in CERTIFICATES[owner] if (fault := fault_of(rule, owner))] == []
 
 
 @pytest.mark.parametrize("owner", CERTIFICATES)
@@ -66,6 +93,7 @@ def test_the_page_has_each_certificate(owner: str) -> None:
         assert rule.concurrency.upper() in own[0]
         if rule.concurrency is Concurrency.CERTIFIED:
             assert rule.evidence in own[0]
+            assert rule.record in own[0]
 
 
 HERE = "tests/test_certificates.py::test_a_kernel_without_a_certificate_is_unsafe"
@@ -86,9 +114,39 @@ HERE = "tests/test_certificates.py::test_a_kernel_without_a_certificate_is_unsaf
 def test_a_certificate_without_substance_is_refused(
     evidence: str, owns: str, fault: str | None
 ) -> None:
-    found = fault_of(ConcurrencyRule(None, Concurrency.CERTIFIED, evidence, owns))
+    found = fault_of(ConcurrencyRule(None, Concurrency.CERTIFIED, evidence, owns), "experts x")
     assert (found is None) if fault is None else fault in str(found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({}, None),
+        ({"device": "cpu"}, "clean run"),
+        ({"passed": False}, "clean run"),
+        ({"experts": "reference"}, "clean run"),
+        ({"skip_reason": "it needs a package"}, "clean run"),
+        ({"joined": True}, "no co-run"),
+        ({"check": "sanitizer"}, "no co-run"),
+    ],
+)
+def test_a_record_is_of_a_clean_run_of_that_kernel_beside_company(
+    changes: dict[str, object], fault: str | None, tmp_path: Path
+) -> None:
+    check = {"check": "co_run", "experts": "x", "joined": False, "skip_reason": None}
+    check |= {key: value for key, value in changes.items() if key in check}
+    record = {"device": "cuda", "passed": True, "checks": [check]}
+    record |= {key: value for key, value in changes.items() if key in record}
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(record))
+    rule = ConcurrencyRule(None, Concurrency.CERTIFIED, HERE, "nothing", record=str(path))
+    found = fault_of(rule, "experts x")
+    assert (found is None) if fault is None else fault in str(found)
+    missing = replace(rule, record="benchmarks/results/no_such_record.json")
+    assert "is no record" in str(fault_of(missing, "experts x"))
 
 
 def test_a_kernel_without_a_certificate_is_unsafe() -> None:
     assert [rule.concurrency for rule in NEVER_REVIEWED] == [Concurrency.UNSAFE]
+    assert ExpertsCapabilities.concurrency == NEVER_REVIEWED
+    assert (BackendCapabilities.communication,) == NEVER_REVIEWED

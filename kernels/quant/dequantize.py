@@ -14,9 +14,8 @@ from ep_runtime.kernels.quant.scheme import (
 )
 from ep_runtime.kernels.quant.storage import (
     FP8_BLOCK,
-    quantized_tensor,
+    expert_of,
     take_rows,
-    tensors_of,
 )
 
 # fn(weight, num_parts) -> float32 [E, N, K], columns in x's order.
@@ -27,6 +26,8 @@ _FUNCTIONS = {
     WeightScheme.INT8: "ep_runtime.kernels.quant.int_weights:dequantize_int",
     WeightScheme.MXFP4: "ep_runtime.kernels.quant.mxfp4:dequantize_mxfp4",
     WeightScheme.NVFP4: "ep_runtime.kernels.quant.nvfp4:dequantize_nvfp4",
+    WeightScheme.NF3: "ep_runtime.kernels.quant.nf3:dequantize_nf3",
+    WeightScheme.HYBRID: "ep_runtime.kernels.quant.hybrid:dequantize_hybrid",
 }
 PIECE_BYTES = 64 << 20  # of float32 at a time, where a whole weight is not needed at once
 DEQUANTIZED_SCHEMES = frozenset(_FUNCTIONS)
@@ -60,9 +61,7 @@ def dequantize_expert(
     """One expert's [N, K] float32 of the tensors in `ExpertWeights`; plain ones are cast."""
     if parameters is None:
         return values[expert].float()
-    stacked = tensors_of(QuantizedTensor(values, parameters, scheme))
-    one = {name: tensor[expert : expert + 1] for name, tensor in stacked.items()}
-    return dequantize(quantized_tensor(one, scheme), num_parts)[0]
+    return dequantize(expert_of(QuantizedTensor(values, parameters, scheme), expert), num_parts)[0]
 
 
 @cache

@@ -59,6 +59,10 @@ class WeightFormat(ABC):
     @abstractmethod
     def scheme(self) -> QuantScheme: ...
 
+    def of_expert(self, expert: int) -> "WeightFormat":
+        """How one expert, by global id, is stored; this format but of a hybrid."""
+        return self
+
     @abstractmethod
     def stored(self, projection: Projection) -> Mapping[str, StoredTensor]:
         """Role -> tensor, for one linear layer."""

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep_runtime.kernels.quant.e2m1 import e2m1_values, scale_groups
+from ep_runtime.kernels.quant.e2m1 import E2M1_VALUES, e2m1_codes, e2m1_values, scale_groups
 from ep_runtime.kernels.quant.format import (
     Projection,
     StoredTensor,
@@ -33,6 +33,7 @@ from ep_runtime.kernels.quant.format import (
     WeightFormat,
     check_finite,
 )
+from ep_runtime.kernels.quant.packing import pack_pairs
 from ep_runtime.kernels.quant.scheme import (
     QuantizedTensor,
     QuantParameters,
@@ -42,6 +43,7 @@ from ep_runtime.kernels.quant.scheme import (
 from ep_runtime.kernels.quant.settings import QuantizationSettings
 
 GROUP = 16
+_LARGEST_SCALE = 448.0  # of e4m3
 _UINT8 = frozenset({torch.uint8})
 _E4M3 = frozenset({torch.float8_e4m3fn})
 _FLOAT32 = frozenset({torch.float32})
@@ -101,6 +103,33 @@ class Nvfp4Format(WeightFormat):
         """[] or [1] float32."""
         stored = tensors["global_scale"]
         return stored if self.writer is Nvfp4Writer.MODELOPT else stored.reciprocal()
+
+
+def quantize_nvfp4(weight: Tensor) -> QuantizedTensor:
+    """One projection [N, K] of any float dtype as NVFP4 (E = 1), K a multiple of 16.
+
+    The float32 scale brings the largest magnitude to 6 * 448, so that the scales of 16 columns,
+    their largest magnitude over 6, use all of e4m3; codes are the nearest. Raises ValueError for
+    weights that are NaN or infinite, and where 16 does not divide K. Takes about 16 bytes a weight.
+    """
+    if weight.shape[1] % GROUP:
+        raise ValueError(
+            f"NVFP4 has a scale for every {GROUP} columns, and these weights have "
+            f"{weight.shape[1]}; give a multiple"
+        )
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    largest = groups.abs().amax(dim=2)
+    if not bool(torch.isfinite(largest).all()):
+        raise ValueError("weights that are NaN or infinite have no NVFP4 form")
+    global_scale = largest.max() / (E2M1_VALUES[7] * _LARGEST_SCALE)
+    if not bool(global_scale > 0):
+        global_scale = torch.ones_like(global_scale)
+    of_groups = (largest / E2M1_VALUES[7] / global_scale).clamp(max=_LARGEST_SCALE)
+    scales = of_groups.to(torch.float8_e4m3fn)
+    divisors = (scales.float() * global_scale).unsqueeze(2)
+    codes = e2m1_codes(torch.where(divisors > 0, groups / divisors, 0.0)).flatten(1)
+    parameters = QuantParameters(scales[None], global_scales=global_scale.reshape(1, 1))
+    return QuantizedTensor(pack_pairs(codes)[None], parameters, QuantScheme(WeightScheme.NVFP4))
 
 
 def dequantize_nvfp4(weight: QuantizedTensor, num_parts: int = 1) -> Tensor:

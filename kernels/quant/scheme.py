@@ -3,7 +3,7 @@
 Every format under `kernels/quant/` fills these; kernels declare the schemes they take by name.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 
 import torch
@@ -20,6 +20,8 @@ class WeightScheme(StrEnum):
     INT8 = "int8_w8a16"
     MXFP4 = "mxfp4"
     NVFP4 = "nvfp4"
+    NF3 = "nf3"
+    HYBRID = "nvfp4_nf3_hybrid"  # some experts of a layer in nvfp4, the others in nf3
 
 
 class RowScheme(StrEnum):
@@ -31,22 +33,32 @@ class RowScheme(StrEnum):
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """The storage of one layer's expert weights, the same for all its experts.
+    """The storage of one layer's expert weights, the same for all its experts but of a hybrid.
 
     group_size: elements along K that share a scale; None where the scheme fixes it (128 of
-    fp8_block, 32 of mxfp4, 16 of nvfp4) or a whole row shares one.
+    fp8_block, 32 of mxfp4, 16 of nvfp4, 64 of nf3) or a whole row shares one.
     has_zero_points: int4 and int8 only; without them the codes are symmetric around 2^(bits-1).
     has_input_order: int4 and int8 only; columns are stored in another order than x has them.
+    nvfp4_experts: nvfp4_nf3_hybrid only; the layer's experts, by global id and rising, that are
+    stored in nvfp4; the others are in nf3.
     """
 
     weight: WeightScheme = WeightScheme.NONE
     group_size: int | None = None
     has_zero_points: bool = False
     has_input_order: bool = False
+    nvfp4_experts: tuple[int, ...] = ()
 
     @property
     def is_quantised(self) -> bool:
         return self.weight is not WeightScheme.NONE
+
+    def of_expert(self, expert: int) -> "QuantScheme":
+        """The storage of one expert, by global id."""
+        if self.weight is not WeightScheme.HYBRID:
+            return self
+        in_nvfp4 = expert in self.nvfp4_experts
+        return QuantScheme(WeightScheme.NVFP4 if in_nvfp4 else WeightScheme.NF3)
 
 
 UNQUANTISED = QuantScheme()
@@ -59,22 +71,29 @@ class QuantParameters:
     scales: [E, ...] by scheme: fp8_block [E, ceil(N / 128), ceil(K / 128)] float32 (of w13: the
     gate's blocks, then the up's, each ceil(I / 128)); fp8_channel [E, N] float32; int4 and int8
     [E, N, ceil(K / group)] in the layer's dtype; mxfp4 [E, N, K / 32] uint8 (ue8m0); nvfp4
-    [E, N, K / 16] e4m3.
+    [E, N, K / 16] e4m3; nf3 [E, N, ceil(K / 64)] bfloat16.
     zero_points: int4 and int8, [E, N, ceil(K / group)] uint8 codes; None: symmetric.
     global_scales: nvfp4, [E, 2] of w13 (gate, up) and [E, 1] of w2, float32 multipliers.
     input_order: [E, K] int32, the column of x that stored column k multiplies (act-order);
     None: in order.
+    Of a hybrid, values, scales and global_scales are those of the E4 experts in nvfp4, [E4, ...],
+    nf3_values and nf3_scales the values and scales of the E3 in nf3, [E3, ...], and tiers, [E]
+    int32, says where expert e is: p >= 0 for place p of the first, ~p (-1 - p) of the second.
     """
 
     scales: Tensor
     zero_points: Tensor | None = None
     global_scales: Tensor | None = None
     input_order: Tensor | None = None
+    nf3_values: Tensor | None = None
+    nf3_scales: Tensor | None = None
+    tiers: Tensor | None = None
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Those there are."""
-        all_of_them = (self.scales, self.zero_points, self.global_scales, self.input_order)
-        return tuple(tensor for tensor in all_of_them if tensor is not None)
+        return tuple(
+            tensor for field in fields(self) if (tensor := getattr(self, field.name)) is not None
+        )
 
 
 @dataclass(frozen=True)
@@ -82,7 +101,7 @@ class QuantizedTensor:
     """One projection of some experts as stored.
 
     values: [E, N, K] e4m3; int8: [E, N, K] uint8; 4 bits: [E, N, K / 2] uint8, the even column in
-    the low nibble.
+    the low nibble; nf3: [E, N, 3 * K / 32] int32 (kernels/quant/nf3.py).
     """
 
     values: Tensor

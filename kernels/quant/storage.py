@@ -2,10 +2,11 @@
 
 E experts, N output rows, K input columns. w13 has two parts, gate and up, each of N / 2 rows, one
 after the other along dimension 1 in every tensor; w2, and w13 without a gate, has one.
+Of a hybrid each tensor is of the experts in one tier; `expert_of` finds an expert's own.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from math import ceil, prod
 
 import torch
@@ -20,7 +21,10 @@ from ep_runtime.kernels.quant.scheme import (
 
 FP8_BLOCK = 128  # rows and columns of a block with one scale
 _GROUP = {WeightScheme.MXFP4: 32, WeightScheme.NVFP4: 16}
-PARAMETER_NAMES = ("scales", "zero_points", "global_scales", "input_order")
+PARAMETER_NAMES = tuple(field.name for field in fields(QuantParameters))
+NF3_GROUP = 64
+# A hybrid's tensors of the experts in nf3: name -> what it is called of nf3 alone.
+_NF3_NAMES = {"nf3_values": "values", "nf3_scales": "scales"}
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,18 @@ def stored_shapes(
             "values": StoredShape((rows, columns), torch.float8_e4m3fn),
             "scales": StoredShape((rows,), torch.float32),
         }
+    if weight is WeightScheme.NF3:
+        return {
+            "values": StoredShape((rows, nf3_words(columns)), torch.int32),
+            "scales": StoredShape((rows, ceil(columns / NF3_GROUP)), torch.bfloat16),
+        }
+    if weight is WeightScheme.HYBRID:
+        nvfp4, nf3 = (
+            stored_shapes(QuantScheme(tier), rows, columns, num_parts=num_parts, dtype=dtype)
+            for tier in (WeightScheme.NVFP4, WeightScheme.NF3)
+        )
+        of_nf3 = {name: nf3[own] for name, own in _NF3_NAMES.items()}
+        return {**nvfp4, **of_nf3, "tiers": StoredShape((), torch.int32)}
     if weight in _GROUP:
         scale_dtype = torch.uint8 if weight is WeightScheme.MXFP4 else torch.float8_e4m3fn
         shapes = {
@@ -78,6 +94,49 @@ def stored_shapes(
     raise ValueError(f"weights stored as {weight} have no quantised tensors")
 
 
+def nf3_words(columns: int) -> int:
+    """32-bit words of a row of nf3: three for every 32 columns."""
+    return 3 * columns // 32
+
+
+def num_stored(name: str, scheme: QuantScheme, experts: Sequence[int]) -> int:
+    """The leading dimension of the tensor `name` of some experts, by global id: of a hybrid only
+    those in its tier count."""
+    if scheme.weight is not WeightScheme.HYBRID or name == "tiers":
+        return len(experts)
+    in_nvfp4 = sum(expert in scheme.nvfp4_experts for expert in experts)
+    return len(experts) - in_nvfp4 if name in _NF3_NAMES else in_nvfp4
+
+
+def tiers_of(in_nvfp4: Sequence[bool]) -> Tensor:
+    """`QuantParameters.tiers` of experts that lie in each tier in the order they have here.
+
+    Example: True, False, True gives 0, -1, 1.
+    """
+    places, counts = [], [0, 0]
+    for is_first in in_nvfp4:
+        place = counts[not is_first]
+        places.append(place if is_first else ~place)
+        counts[not is_first] += 1
+    return torch.tensor(places, dtype=torch.int32)
+
+
+def expert_of(weight: QuantizedTensor, expert: int) -> QuantizedTensor:
+    """Views of one expert's tensors, E = 1, in its own scheme. Waits for the device of a hybrid."""
+    tiers = weight.parameters.tiers
+    if tiers is None:
+        one = {name: tensor[expert : expert + 1] for name, tensor in tensors_of(weight).items()}
+        return quantized_tensor(one, weight.scheme)
+    place = int(tiers[expert])
+    in_nvfp4, place = place >= 0, max(place, ~place)
+    one = {
+        _NF3_NAMES.get(name, name): tensor[place : place + 1]
+        for name, tensor in tensors_of(weight).items()
+        if name != "tiers" and (name in _NF3_NAMES) is not in_nvfp4
+    }
+    return quantized_tensor(one, QuantScheme(WeightScheme.NVFP4 if in_nvfp4 else WeightScheme.NF3))
+
+
 def tensors_of(weight: QuantizedTensor) -> dict[str, Tensor]:
     """Name -> tensor, of those there are."""
     named = {"values": weight.values}
@@ -95,7 +154,19 @@ def quantized_tensor(tensors: Mapping[str, Tensor], scheme: QuantScheme) -> Quan
 
 
 def take_experts(weight: QuantizedTensor, experts: list[int]) -> QuantizedTensor:
-    """Copies of some experts, values and parameters together, in the order given."""
+    """Copies of some experts, values and parameters together, in the order given; of a hybrid also
+    in each tier."""
+    tiers = weight.parameters.tiers
+    if tiers is not None:
+        places = tiers[experts].tolist()
+        nvfp4, nf3 = [p for p in places if p >= 0], [~p for p in places if p < 0]
+        taken = {
+            name: _take(tensor, nf3 if name in _NF3_NAMES else nvfp4)
+            for name, tensor in tensors_of(weight).items()
+            if name != "tiers"
+        }
+        taken["tiers"] = tiers_of([place >= 0 for place in places]).to(tiers.device)
+        return quantized_tensor(taken, weight.scheme)
     return quantized_tensor(
         {name: _take(tensor, experts) for name, tensor in tensors_of(weight).items()},
         weight.scheme,
@@ -130,10 +201,28 @@ def take_rows(weight: QuantizedTensor, start: int, stop: int) -> QuantizedTensor
     return quantized_tensor(taken, weight.scheme)
 
 
+def empty_hybrid(
+    shapes: Mapping[str, StoredShape],
+    scheme: QuantScheme,
+    experts: Sequence[int],
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """Unwritten memory for some experts, by global id, of a hybrid; tiers alone are written."""
+    tensors = {
+        name: torch.empty(
+            (num_stored(name, scheme, experts), *one.shape), dtype=one.dtype, device=device
+        )
+        for name, one in shapes.items()
+    }
+    in_nvfp4 = [expert in scheme.nvfp4_experts for expert in experts]
+    tensors["tiers"] = tiers_of(in_nvfp4).to(device)
+    return tensors
+
+
 def empty_stored(
     shapes: Mapping[str, StoredShape], num_experts: int, device: torch.device
 ) -> dict[str, Tensor]:
-    """Unwritten memory for E experts, by name; an input order is -1."""
+    """Unwritten memory for E experts, by name; an input order is -1. Not of a hybrid."""
     return {
         name: torch.full((num_experts, *one.shape), -1, dtype=one.dtype, device=device)
         if name == "input_order"

@@ -21,7 +21,7 @@ from ep_runtime.all2all.deepep_package import bind_deep_ep, deep_ep_generation
 from ep_runtime.all2all.registry import register_backend
 from ep_runtime.config import MoEConfig, ParallelConfig, SharedExpertsConfig
 from ep_runtime.distributed import EPContext
-from ep_runtime.kernels.base import InputFormat
+from ep_runtime.kernels.base import NEVER_REVIEWED, Concurrency, ConcurrencyRule, InputFormat
 from ep_runtime.kernels.errors import CapacityError, ConfigError, PlanError
 from ep_runtime.layer import MoELayer
 from ep_runtime.machine import PRESETS
@@ -131,7 +131,6 @@ def test_declared_capabilities_are_those_of_the_design() -> None:
     assert low.supports_async
     assert high.supports_async
     assert (low.combine_bias, high.combine_bias) == (CombineBias.NONE, CombineBias.AT_ISSUE)
-    assert (low.weights_in_combine, high.weights_in_combine) == (True, False)
     assert (low.supports_cuda_graph, high.supports_cuda_graph) == (True, False)
     for capabilities in (low, high):
         assert not capabilities.uneven_experts
@@ -341,6 +340,16 @@ MOE = MoEConfig(
 )
 
 
+def schedule_of(name: str, communication: ConcurrencyRule | None = None) -> Schedule:
+    """The shared expert's: its window only where the backend's kernels are certified to have
+    company. communication: in place of what the backend declares."""
+    is_low = "low" in name
+    declared = BACKENDS["low_latency" if is_low else "high_throughput"].capabilities.communication
+    if (communication or declared).concurrency is Concurrency.CERTIFIED:
+        return Schedule.COMBINE_WINDOW if is_low else Schedule.DISPATCH_WINDOW
+    return Schedule.COMBINE_JOINED if is_low else Schedule.DISPATCH_JOINED
+
+
 def check_layer(ctx: EPContext, name: str, case: ContractCase, experts: str) -> None:
     """Router to output, the shared expert included, in rounds, against one process in float32."""
     generator = torch.Generator().manual_seed(0)
@@ -358,8 +367,7 @@ def check_layer(ctx: EPContext, name: str, case: ContractCase, experts: str) -> 
     layer = MoELayer(MOE, ctx, experts=experts)
     layer.load_experts(**weights)
     assert layer.plan.ownership.owner is Owner.MODULAR_KERNEL
-    wanted = Schedule.COMBINE_WINDOW if "low" in name else Schedule.DISPATCH_WINDOW
-    assert layer.plan.regime(8).schedule is wanted
+    assert layer.plan.regime(8).schedule is schedule_of(name)
     rows = weight(case.tokens[ctx.dp_rank] + 1, 64)[1:] * 8
     output = layer(rows.to(ctx.device)).cpu()
     assert_close(output, reference_layer(rows, MOE, **weights), BF16)
@@ -461,3 +469,58 @@ def test_on_gpus_a_layer_equals_the_reference(name: str, experts: str) -> None:
     require_deep_ep(case)
     backend = f"deepep_{name}"
     run_ranks(check_layer, case.parallel(backend, "cuda"), backend, case, experts)
+
+
+WIDE = MoEConfig(
+    hidden_size=2048,
+    moe_intermediate_size=512,
+    num_experts=8,
+    top_k=4,
+    num_shared_experts=1,
+    shared_intermediate_size=4096,
+    dtype="bfloat16",
+)
+TRIED = ConcurrencyRule(None, Concurrency.CERTIFIED, "what this test is to show", owns="to see")
+
+
+def compare_window_with_joined(ctx: EPContext, name: str, iterations: int) -> None:
+    """The shared expert beside DeepEP's kernels in flight, which ranks enter at different times."""
+    cls = BACKENDS["low_latency" if "low" in name else "high_throughput"]
+    generator = torch.Generator().manual_seed(0)
+
+    def weight(*size: int) -> torch.Tensor:
+        scaled: torch.Tensor = torch.randn(*size, generator=generator) / size[-1] ** 0.5
+        return scaled
+
+    weights: dict[str, Any] = {
+        "w13": weight(8, 1024, 2048),
+        "w2": weight(8, 2048, 512),
+        "router": weight(8, 2048),
+        "shared": {"w13": weight(8192, 2048), "w2": weight(2048, 4096), "gate": None},
+    }
+    given = [weight(count, 2048).to(ctx.device, BF16) * 40 for count in (64, 7, 33)]
+    declared, wanted = cls.capabilities, list[torch.Tensor]()
+    for rule in (NEVER_REVIEWED[0], TRIED):
+        cls.capabilities = replace(declared, communication=rule)
+        layer = MoELayer(WIDE, ctx)
+        layer.load_experts(**weights)
+        assert layer.plan.regime(64).schedule is schedule_of(name, rule)
+        if not wanted:
+            wanted = [layer(rows) for rows in given]
+        num_wrong = torch.zeros((), dtype=torch.int64, device=ctx.device)
+        for number in range(iterations):
+            index = number % len(given)
+            torch.cuda._sleep((number * 7919 + ctx.rank * 104729) % 200_000)
+            output = layer(given[index])
+            num_wrong += (output.view(torch.int16) != wanted[index].view(torch.int16)).any()
+        assert num_wrong.item() == 0, rule.concurrency
+    cls.capabilities = declared
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("name", BACKENDS)
+def test_on_gpus_the_shared_expert_in_the_window_changes_no_bit(name: str) -> None:
+    case = ContractCase("window", (64, 64), dtype=BF16, max_tokens_per_rank=64)
+    require_deep_ep(case)
+    backend = f"deepep_{name}"
+    run_ranks(compare_window_with_joined, case.parallel(backend, "cuda"), name, 500, timeout=200)

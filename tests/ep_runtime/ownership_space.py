@@ -46,6 +46,8 @@ SHARED_RULES = (
     _rules((4, Concurrency.CERTIFIED), (None, Concurrency.UNSAFE)),
     _rules((5, Concurrency.CERTIFIED)),
 )
+# A backend declares one; the last covers up to 12 received rows alone.
+COMMUNICATION = (*(rules[0] for rules in _ALWAYS), *_rules((12, Concurrency.CERTIFIED)))
 
 
 @cache
@@ -60,14 +62,15 @@ def _enumerate() -> Iterator[SharedExpertQuestion]:
     backends = [
         BackendCapabilities(
             name="the-backend",
-            format=row_format,
+            format=InputFormat.STANDARD,
             supports_async=supports_async,
             combine_bias=combine_bias,
             uneven_experts=True,
             supports_cuda_graph=False,
+            communication=communication,
         )
-        for row_format, supports_async, combine_bias in product(
-            InputFormat, (False, True), CombineBias
+        for supports_async, combine_bias, communication in product(
+            (False, True), CombineBias, COMMUNICATION
         )
     ]
     kernels = [
@@ -151,6 +154,9 @@ def expected_schedule(
         q.experts.concurrency, q.ep_size * min(num_tokens, q.max_tokens_per_rank)
     )
     shared = strictest_declared(q.shared_concurrency, num_tokens)
+    communication = strictest_declared(
+        (q.backend.communication,), q.ep_size * min(num_tokens, q.max_tokens_per_rank)
+    )
     in_dispatch_window = q.backend.combine_bias == "at_issue"
 
     deciders: set[str] = set()
@@ -162,6 +168,11 @@ def expected_schedule(
         deciders |= {f"experts {q.experts.name} is unsafe ({e}" for e in routed.evidence}
     if shared.concurrency in ("unsafe", "exclusive"):
         deciders |= {f"shared expert is {shared.concurrency} ({e}" for e in shared.evidence}
+    if communication.concurrency != "certified":
+        deciders |= {
+            f"communication of {q.backend.name} is {communication.concurrency} ({e}"
+            for e in communication.evidence
+        }
     if deciders:
         if owner == "runner":
             return "serial", frozenset(deciders)
@@ -189,6 +200,11 @@ def unsafe_overlap(q: SharedExpertQuestion, schedule: str, num_tokens: int) -> s
         q.experts.concurrency, q.ep_size * min(num_tokens, q.max_tokens_per_rank)
     ).concurrency
     shared = strictest_declared(q.shared_concurrency, num_tokens).concurrency
+    communication = strictest_declared(
+        (q.backend.communication,), q.ep_size * min(num_tokens, q.max_tokens_per_rank)
+    ).concurrency
+    if communication != "certified":
+        return f"{schedule} beside communication that is {communication}"
     if "unsafe" in (routed, shared):
         return f"{schedule} beside an unsafe side"
     if shared == "exclusive":

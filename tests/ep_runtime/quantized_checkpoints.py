@@ -4,7 +4,7 @@ fp8 of sizes that nobody's writer can make is laid out after the reader's own co
 (`integrations/finegrained_fp8.py`, `FP8Linear.__init__`: ceil(N / 128) by ceil(K / 128) scales),
 which is how DeepSeek-V3's is. What the tensors stand for is always what the writer's library makes
 of them: transformers' `_dequantize_fp8_weight`, `Written.weight` of tests/kernels/quant/writers.py,
-or, of the fixtures, compressed-tensors' decompression.
+or, of the fixtures, what compressed-tensors or GPTQModel dequantised where they were made.
 """
 
 import json
@@ -25,13 +25,16 @@ from ep_runtime.tiny import write_tiny_checkpoint
 from tests.ep_runtime.checkpoints import PROMPTS, copy_with_tensors, read_tensors, scratch_directory
 from tests.kernels.quant.writers import (
     Written,
+    write_awq,
+    write_compressed_nvfp4,
     write_gptq,
     write_modelopt_nvfp4,
     write_mxfp4_experts,
+    write_pack_quantized,
 )
 
 Tensors = dict[str, Tensor]
-FIXTURES = Path(__file__).parents[1] / "fixtures" / "compressed_tensors"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 FIXTURE_PROMPTS = ((17, 50, 3, 88, 41), (60, 7, 7, 7, 19), (5,))
 BLOCK = 128
 FP8_BLOCK_CONFIG = {
@@ -113,6 +116,47 @@ def gptq_with_act_order(name: str, weight: Tensor) -> Written | None:
     )
 
 
+def gptq_all_of_it(name: str, weight: Tensor) -> Written:
+    """int4, symmetric, the shared expert's projections too; zero points as AutoGPTQ stores them."""
+    return write_gptq(weight, group_size=32, layout="gptq", writer="auto_gptq")
+
+
+def gptq_8_bits_a_row(name: str, weight: Tensor) -> Written:
+    """8 bits, asymmetric, one group a row; zero points as GPTQModel stores them in v1."""
+    return write_gptq(weight, bits=8, group_size=-1, is_symmetric=False, layout="gptq")
+
+
+def awq(name: str, weight: Tensor) -> Written | None:
+    return None if "self_attn" in name else write_awq(weight, group_size=32)
+
+
+def int4_with_group_order(name: str, weight: Tensor) -> Written:
+    """compressed-tensors' actorder: group, with zero points; gate and up have one order."""
+    generator = torch.Generator().manual_seed(weight.shape[1])
+    order = torch.randperm(weight.shape[1], generator=generator)
+    return write_pack_quantized(weight, group_size=32, is_symmetric=False, order=order)
+
+
+def int8_static_order(name: str, weight: Tensor) -> Written:
+    """compressed-tensors' 8 bits; groups are of neighbouring columns, as actorder: static leaves
+    them."""
+    return write_pack_quantized(weight, bits=8, group_size=32)
+
+
+def compressed_nvfp4(name: str, weight: Tensor) -> Written | None:
+    return None if "self_attn" in name else write_compressed_nvfp4(weight)
+
+
+def _compressed(layout: str, weights: dict[str, Any]) -> dict[str, Any]:
+    """The quantization_config of one group for all linear layers but router and head."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head", r"re:.*mlp\.gate$"],
+    }
+
+
 def modelopt_nvfp4(name: str, weight: Tensor) -> Written | None:
     return None if "self_attn" in name else write_modelopt_nvfp4(weight)
 
@@ -178,6 +222,80 @@ _RECIPES = {
             "ignore": ["lm_head", "model.layers.*.self_attn*"],
         },
     ),
+    "qwen2_moe_gptq_shared_too": Recipe(
+        "qwen2_moe",
+        gptq_all_of_it,
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False},
+    ),
+    "mixtral_gptq_8_bits": Recipe(
+        "mixtral",
+        gptq_8_bits_a_row,
+        {
+            "quant_method": "gptq",
+            "bits": 8,
+            "group_size": -1,
+            "sym": False,
+            "desc_act": False,
+            "checkpoint_format": "gptq",
+            "meta": {"quantizer": ["gptqmodel:7.7.0"]},
+        },
+    ),
+    "mixtral_awq": Recipe(
+        "mixtral",
+        awq,
+        {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": 32,
+            "zero_point": True,
+            "version": "gemm",
+            "modules_to_not_convert": ["self_attn", "gate"],
+        },
+    ),
+    "qwen3_moe_int4_group_order": Recipe(
+        "qwen3_moe",
+        int4_with_group_order,
+        _compressed(
+            "pack-quantized",
+            {
+                "num_bits": 4,
+                "type": "int",
+                "symmetric": False,
+                "strategy": "group",
+                "group_size": 32,
+                "actorder": "group",
+            },
+        ),
+    ),
+    "olmoe_int8_static_order": Recipe(
+        "olmoe",
+        int8_static_order,
+        _compressed(
+            "pack-quantized",
+            {
+                "num_bits": 8,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "group",
+                "group_size": 32,
+                "actorder": "static",
+            },
+        ),
+    ),
+    "qwen3_moe_compressed_nvfp4": Recipe(
+        "qwen3_moe",
+        compressed_nvfp4,
+        _compressed(
+            "nvfp4-pack-quantized",
+            {
+                "num_bits": 4,
+                "type": "float",
+                "symmetric": True,
+                "strategy": "tensor_group",
+                "group_size": 16,
+            },
+        ),
+    ),
     "gpt_oss_mxfp4": Recipe(
         "gpt_oss",
         mxfp4_experts,
@@ -188,12 +306,37 @@ _RECIPES = {
         {"intermediate_size": 32},
     ),
 }
-WRITTEN = tuple(_RECIPES)
+# Of integers in every layout, and NVFP4 by the other writer.
+INTEGERS = (
+    "qwen2_moe_gptq_shared_too",
+    "mixtral_gptq_8_bits",
+    "mixtral_awq",
+    "qwen3_moe_int4_group_order",
+    "olmoe_int8_static_order",
+    "qwen3_moe_compressed_nvfp4",
+)
+WRITTEN = tuple(name for name in _RECIPES if name not in INTEGERS)
 FROM_OTHERS = ("qwen3_moe_fp8_block", "mixtral_fp8_dynamic")
+_BY_LLM_COMPRESSOR = ("mixtral_w4a16_asym", "qwen3_moe_w8a16", "qwen3_moe_nvfp4a16")
+_BY_GPTQMODEL = (
+    "mixtral_gptq_sym",
+    "qwen3_moe_gptq_asym_desc_act",
+    "qwen2_moe_gptq_8_bits",
+    "mixtral_awq_by_gptqmodel",
+)
+INTEGERS_FROM_OTHERS = _BY_LLM_COMPRESSOR + _BY_GPTQMODEL
+_FIXTURE_OF = {
+    name: FIXTURES / "compressed_tensors" / name for name in FROM_OTHERS + _BY_LLM_COMPRESSOR
+} | {name: FIXTURES / "gptqmodel" / name for name in _BY_GPTQMODEL}
 
 
 def quantized_checkpoint(name: str) -> Path:
-    return FIXTURES / name if name in FROM_OTHERS else _write(name)[0]
+    return _FIXTURE_OF[name] if name in _FIXTURE_OF else _write(name)[0]
+
+
+def plain_checkpoint(name: str) -> Path:
+    """Of the float32 weights that the quantised ones stand for; none of a fixture."""
+    return _write(name)[1]
 
 
 @cache
@@ -223,15 +366,15 @@ def set_quantization(path: Path, config: dict[str, Any] | None) -> None:
 
 
 def prompts_of(name: str) -> tuple[tuple[int, ...], ...]:
-    return FIXTURE_PROMPTS if name in FROM_OTHERS else PROMPTS
+    return FIXTURE_PROMPTS if name in _FIXTURE_OF else PROMPTS
 
 
 @cache
 @torch.no_grad()
 def expected_logits(name: str) -> tuple[Tensor, ...]:
     """[n, vocab] float32 of each prompt, by a model of the dequantised weights."""
-    if name in FROM_OTHERS:
-        stored = load_file(FIXTURES / name / "expected.safetensors")
+    if name in _FIXTURE_OF:
+        stored = load_file(_FIXTURE_OF[name] / "expected.safetensors")
         return tuple(stored[f"prompt_{i}"] for i in range(len(FIXTURE_PROMPTS)))
     from transformers import AutoModelForCausalLM
 

@@ -209,6 +209,7 @@ def _register_backends() -> None:
             combine_bias=kind,
             uneven_experts=True,
             supports_cuda_graph=False,
+            communication=AllToAllBackend.capabilities.communication,
         )
         bases: list[tuple[type[All2AllBackend[Any, Any]], BackendCapabilities]] = [
             (AllToAllBackend, standard),

@@ -6,6 +6,7 @@ operations must be reported, on which streams.
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ import torch
 from torch import Tensor
 
 from ep_runtime import audit_streams
+from ep_runtime.all2all.all_to_all import AllToAllBackend
 from ep_runtime.all2all.collectives import Collective, start_all_gather
 from ep_runtime.all2all.comm_stream import CommStream
 from ep_runtime.audit_streams import AuditCase, AuditResult, audit_case, audited_config
 from ep_runtime.config import MoEConfig
+from ep_runtime.kernels.base import NEVER_REVIEWED
 from ep_runtime.kernels.interpreter import is_interpreting
 from ep_runtime.kernels.reference_experts import ReferenceExperts
 from ep_runtime.kernels.workspace import Workspace
@@ -27,6 +30,7 @@ from ep_runtime.ownership import Regime, Schedule
 from ep_runtime.plan import Plan
 from ep_runtime.runner import MoERunner
 from ep_runtime.shared_expert import SharedExpert
+from ep_runtime.stream_recorder import RecordedStream
 from ep_runtime.streams import CudaStreams
 
 MOE = audited_config(
@@ -279,10 +283,23 @@ def test_an_uncertified_kernel_beside_the_aux_stream_is_found(
 def test_communication_in_flight_beside_an_uncertified_shared_expert_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from ep_runtime.kernels.base import NEVER_REVIEWED
-
     monkeypatch.setattr(SharedExpert, "concurrency_rules", NEVER_REVIEWED)
     assert _audit("all_to_all").faults == [], "the plan joins communication first"
+    _force(monkeypatch, Schedule.COMBINE_WINDOW)
+    _must_find(
+        _audit("all_to_all"),
+        r"beside by collective: copy_ on collectives; alone by shared: launch on main",
+    )
+
+
+def test_a_shared_expert_beside_communication_that_is_not_certified_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unsafe = replace(AllToAllBackend.capabilities, communication=NEVER_REVIEWED[0])
+    monkeypatch.setattr(AllToAllBackend, "capabilities", unsafe)
+    result = _audit("all_to_all")
+    assert result.schedules == ("combine_joined",)
+    assert result.faults == []
     _force(monkeypatch, Schedule.COMBINE_WINDOW)
     _must_find(
         _audit("all_to_all"),
@@ -306,7 +323,7 @@ def test_results_read_before_their_collective_is_joined_are_found(
 def test_a_bias_that_combine_takes_at_its_issue_must_be_ready_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(CommStream, "follow_current_stream", lambda self: None)
+    monkeypatch.setattr(RecordedStream, "wait_stream", lambda self, other: None)
     _must_find(
         _audit("stand_in_at_issue"), r"write by shared: \w+ on main; read by combine: copy_ on comm"
     )

@@ -397,10 +397,10 @@ def test_a_tensor_larger_than_a_piece_is_read_whole(
 
 
 def test_coverage_is_proved_over_the_ranks() -> None:
-    wanted = [(1, "gate"), (1, "up")]
+    wanted = {(1, "gate"): range(3), (1, "up"): range(3)}
     first: Reads = {(1, "gate"): (0, 1), (1, "up"): (0, 1)}
     second: Reads = {(1, "gate"): (2,), (1, "up"): (2,)}
-    prove_coverage(wanted, 3, [first, second])
+    prove_coverage(wanted, [first, second])
     changed: Reads
     for changed, message in (
         ({(1, "gate"): (), (1, "up"): (2,)}, "layer 1 expert 2 gate: 0 times"),
@@ -410,7 +410,7 @@ def test_coverage_is_proved_over_the_ranks() -> None:
         ({**second, (7, "up"): (2,)}, "layer 7 up: not wanted"),
     ):
         with pytest.raises(CheckpointError, match=message):
-            prove_coverage(wanted, 3, [first, changed])
+            prove_coverage(wanted, [first, changed])
 
 
 def memory_of(kind: str) -> int:

@@ -87,4 +87,4 @@ def test_a_captured_layer_on_deepep_low_latency_replays_bit_equal_to_eager() -> 
     if importlib.util.find_spec("deep_ep") is None:
         pytest.skip("deep_ep is not installed: pip install 'ep-runtime[deepep]'")
     parallel = ParallelConfig(dp_size=2, device="cuda", all2all_backend="deepep_low_latency")
-    assert run_ranks(replay_layer, parallel, timeout=120) == ["combine_window"] * 2
+    assert run_ranks(replay_layer, parallel, timeout=120) == ["combine_joined"] * 2

@@ -376,6 +376,22 @@ def test_explain_shows_choices_rejections_owner_and_bytes() -> None:
     assert any(line.startswith("  ranks 1-3: experts 4.5 KiB") for line in lines)
 
 
+def test_explain_names_the_communication_that_lets_no_shared_expert_run_beside_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from ep_runtime.all2all.all_to_all import AllToAllBackend
+
+    rule = ConcurrencyRule(None, Concurrency.UNSAFE, "its kernels wait for peers")
+    unsafe = replace(AllToAllBackend.capabilities, communication=rule)
+    monkeypatch.setattr(AllToAllBackend, "capabilities", unsafe)
+    plan = _plan(H200, dp_size=4, all2all_backend="all_to_all")
+    assert plan.ownership.owner == "modular_kernel"
+    (line,) = [line for line in plan.explain().splitlines() if "rows <= 256: " in line]
+    assert line.startswith("  rows <= 256: combine_joined")
+    reason = "the communication of all_to_all is unsafe (its kernels wait for peers)"
+    assert reason in line
+
+
 def test_explain_of_a_layer_without_shared_expert_says_so() -> None:
     lines = _plan(moe=_moe(num_shared_experts=0)).explain().splitlines()
     assert "shared     none" in lines

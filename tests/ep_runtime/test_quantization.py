@@ -207,6 +207,22 @@ def test_experts_of_one_layer_that_are_stored_differently_are_refused() -> None:
     assert f"{left_out[0]}: not quantised" in str(caught.value)
 
 
+def test_a_name_in_one_spelling_of_experts_alone_is_no_expert() -> None:
+    """AutoAWQ's list for Mixtral, `gate`, is the router's: its experts are w1, w2 and w3."""
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
+    scheme = QuantScheme(WeightScheme.INT4, 32, True)
+    for entry, expected in (
+        ("gate", scheme),
+        ("block_sparse_moe.experts", QuantScheme()),
+        ("mlp.experts", QuantScheme()),
+    ):
+        values = hf("mixtral", {**awq, "modules_to_not_convert": [entry]})
+        assert MoEConfig.from_hf(values).quantization == expected, entry
+    for entry in ("block_sparse_moe.experts.1.w1", "w2"):
+        with pytest.raises(ConfigError, match=r"routed experts of model.layers.0 are not stored"):
+            MoEConfig.from_hf(hf("mixtral", {**awq, "modules_to_not_convert": [entry]}))
+
+
 @pytest.mark.parametrize(
     ("value", "scheme"),
     [

@@ -66,6 +66,7 @@ def on_an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(tiles, "is_interpreting", lambda: False)
     monkeypatch.setattr(tile_tables, "is_interpreting", lambda: False)
     monkeypatch.setattr(tiles, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(tiles, "_num_multiprocessors", lambda device: 132)
     monkeypatch.setattr(tile_tables, "_device_name", lambda device: "NVIDIA H200")
     yield
     forget_tile_tables()
@@ -91,6 +92,18 @@ def test_the_rule_leaves_a_quarter_of_room(rows: int, block_m: int, is_hopper: b
     assert chosen == rule_tiles(rows, SHAPE, CUDA)
 
 
+@pytest.mark.parametrize(
+    ("rows", "num_local", "hidden_size", "block_n"),
+    [(0.25, 8, 4096, 64), (4, 8, 4096, 128), (0.25, 8, 18432, 128), (0.25, 64, 4096, 128)],
+)
+def test_few_experts_second_projection_in_fp8_is_cut_finer(
+    rows: float, num_local: int, hidden_size: int, block_n: int
+) -> None:
+    shape = replace(FP8_SHAPE, num_local_experts=num_local, hidden_size=hidden_size)
+    assert rule_tiles(rows, shape, CUDA).down.block_n == block_n
+    assert rule_tiles(rows, shape, CUDA).gate_up == rule_tiles(8, shape, CUDA).gate_up
+
+
 def test_a_table_is_looked_up_before_the_rule() -> None:
     register_tile_table(table(point(16, TUNED)))
     assert choose(16) == TUNED
@@ -109,10 +122,12 @@ def test_a_table_of_another_device_or_triton_is_not_used(other: dict[str, str]) 
     assert describe_tuning(SHAPE, "NVIDIA H200").startswith("the rule: no table of NVIDIA H200")
 
 
-def test_packed_weights_are_said_to_have_no_tables() -> None:
-    shape = replace(SHAPE, scheme=QuantScheme(WeightScheme.MXFP4))
+def test_schemes_without_tables_are_said_to_have_none() -> None:
+    shape = replace(SHAPE, scheme=QuantScheme(WeightScheme.NF3))
     said = describe_tuning(shape, "NVIDIA H200")
-    assert said == "the rule: weights stored as mxfp4 have no tables"
+    assert said == "the rule: weights stored as nf3 have no tables"
+    in_mxfp4 = replace(SHAPE, scheme=QuantScheme(WeightScheme.MXFP4))
+    assert describe_tuning(in_mxfp4, "NVIDIA H200").startswith("the rule: no table of NVIDIA H200")
 
 
 def test_no_table_is_used_on_a_cpu_or_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +256,7 @@ FAULTS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda v: v["layers"][0].update(points=[]), "layers[0].points must be a list"),
     (lambda v: v["layers"][0].update(experts=3), "layers[0].experts is an unknown key"),
     (lambda v: v["layers"][0].pop("dtype"), "layers[0] needs the key dtype"),
-    (lambda v: v["layers"][0].update(scheme="int4_w4a16"), "scheme (int4_w4a16) must be one of"),
+    (lambda v: v["layers"][0].update(scheme="nf3"), "scheme (nf3) must be one of"),
     (lambda v: v["layers"][0]["points"].append(v["layers"][0]["points"][0]), "must rise"),
     (lambda v: v["layers"][0]["points"][0].update(us=0), "points[0].us (0.0) must be above 0"),
     (lambda v: v["layers"][0]["points"][0].pop("tiles"), "needs the key tiles"),

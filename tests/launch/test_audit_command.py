@@ -93,7 +93,8 @@ def test_what_cannot_run_is_listed_with_its_reason(audit: Audit, tmp_path: Path)
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        (("--device", "cuda"), "--device cuda: the audit on a GPU"),
+        (("--seconds", "3"), "--seconds is for --device cuda alone"),
+        (("--unjoined",), "--unjoined is for --device cuda alone"),
         (("--device", "tpu"), "--device tpu: is unknown"),
         (("--backends", "nccl"), "--backends nccl: is unknown; choose among: local"),
         (("--experts", "nope"), "--experts nope: is unknown; choose among: triton"),

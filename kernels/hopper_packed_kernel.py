@@ -1,0 +1,418 @@
+"""The Hopper GEMM on packed weights; kernels/hopper_packed_gemm.py describes it."""
+
+# Triton kernels carry no Python types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+)
+
+from ep_runtime.kernels.dependent_launch import await_predecessor
+from ep_runtime.kernels.hopper_packed_products import (
+    AT_ACTIVATION,
+    AT_COLUMN_TAIL,
+    AT_CONSUMERS,
+    AT_CUTS_TILES,
+    AT_GATHERS,
+    AT_GROUP_TILES,
+    AT_HEIGHT,
+    AT_SCALES_SUMS,
+    multiply_scaled,
+    multiply_scaling_sums,
+)
+from ep_runtime.kernels.hopper_tiles import finish_columns, locate_pair, next_stage
+
+
+@gluon.constexpr_function
+def output_layout(height, num_columns):
+    """Who holds what of a consumer's result [height, 64 or 128]: consecutive columns."""
+    registers = [[0, 1]]
+    width = 2
+    if num_columns == 128:
+        registers.append([0, 2])
+        width = 4
+    registers.append([1, 0])
+    row = 8
+    while row < height:
+        registers.append([row, 0])
+        row *= 2
+    lanes = [[2, 0], [4, 0], [0, width], [0, 2 * width], [0, 4 * width]]
+    warps = [[0, 8 * width], [0, 16 * width]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [height, num_columns])
+
+
+@gluon.jit
+def _in_output_order(first, second, IS_GATED: gl.constexpr):
+    """Accumulators [64, height] of both slabs, as (gate, up) [height, 64] or twice [height, 128].
+
+    Rows 16 w + 8 h + g of slab i are columns 16 w + 2 g + i of a gated result, of the gate where h
+    is 0, else of the up half; and columns 32 w + 4 g + 2 i + h of another.
+    """
+    HEIGHT: gl.constexpr = first.shape[1]
+    both = gl.join(first, second).reshape([4, 2, 8, HEIGHT, 2])  # w, h, g, ., i
+    if IS_GATED:
+        LAYOUT: gl.constexpr = output_layout(HEIGHT, 64)
+        gate, up = both.permute([3, 0, 2, 4, 1]).reshape([HEIGHT, 64, 2]).split()
+        return (
+            gl.convert_layout(gate, LAYOUT, assert_trivial=True),
+            gl.convert_layout(up, LAYOUT, assert_trivial=True),
+        )
+    else:
+        WIDE: gl.constexpr = output_layout(HEIGHT, 128)
+        both = both.permute([3, 0, 2, 4, 1]).reshape([HEIGHT, 128])
+        both = gl.convert_layout(both, WIDE, assert_trivial=True)
+        return both, both
+
+
+@gluon.constexpr_function
+def _columns_of(activation):
+    """Of a consumer's result."""
+    return 128 if activation in ("none", "relu2") else 64
+
+
+@gluon.jit
+def _slots_of(
+    item, pointers, sizes, FIRST_ROW: gl.constexpr, ROWS: gl.constexpr, KIND: gl.constexpr
+):
+    """Of ROWS rows of a tile: their slots, and the slots' weights if there are any."""
+    _, slots_ptr, topk_weights_ptr, _, _ = pointers
+    rows = gl.arange(
+        0, ROWS, gl.SliceLayout(1, output_layout(ROWS, _columns_of(KIND[AT_ACTIVATION])))
+    )
+    slots = gl.load(slots_ptr + item[0] * KIND[AT_HEIGHT] + FIRST_ROW + rows)
+    if topk_weights_ptr is None:
+        return (slots,)
+    else:
+        return slots, gl.load(topk_weights_ptr + slots, mask=slots < sizes[4], other=0.0)
+
+
+@gluon.jit
+def _finish(
+    first,
+    second,
+    of_rows,  # what `_slots_of` gives
+    item,  # its tile and column block
+    pointers,
+    sizes,
+    alpha,
+    limit,
+    FIRST_ROW: gl.constexpr,
+    CONSUMER: gl.constexpr,
+    KIND: gl.constexpr,
+):
+    """Epilogue of both slabs' sums [64, n]: of a tile's n rows from FIRST_ROW on."""
+    tile, block = item
+    slots = of_rows[0]
+    tile_experts_ptr, _, topk_weights_ptr, bias_ptr, out_ptr = pointers
+    row_weights = None
+    if topk_weights_ptr is not None:
+        row_weights = of_rows[1]
+    _, _, num_columns, _, num_slots = sizes
+    ACTIVATION: gl.constexpr = KIND[AT_ACTIVATION]
+    COLUMNS: gl.constexpr = _columns_of(ACTIVATION)
+    IS_GATED: gl.constexpr = COLUMNS == 64
+    rows = gl.arange(0, first.shape[1], slots.type.layout)
+    expert = None
+    if bias_ptr is not None:
+        expert = gl.load(tile_experts_ptr + tile)
+    gate, up = _in_output_order(first, second, IS_GATED)
+    finish_columns(
+        gate,
+        up,
+        (block * KIND[AT_CONSUMERS] + CONSUMER) * COLUMNS,
+        expert,
+        # The first projection gathers rows, and its results stay by position.
+        tile.to(gl.int64) * KIND[AT_HEIGHT] + FIRST_ROW + rows
+        if KIND[AT_GATHERS]
+        else slots.to(gl.int64),
+        slots < num_slots,
+        row_weights,
+        (bias_ptr, out_ptr, None),
+        num_columns,
+        alpha,
+        limit,
+        ACTIVATION,
+        2 if IS_GATED else 1,
+        KIND[AT_COLUMN_TAIL],
+    )
+
+
+@gluon.jit
+def _multiply_rows(
+    given,
+    item,
+    stage,
+    phase,
+    parity,
+    FIRST: gl.constexpr,
+    SECOND: gl.constexpr,
+    CONSUMER: gl.constexpr,
+    KIND: gl.constexpr,
+):
+    """An item of whose rows only the first FIRST + SECOND are any; the ring's next place."""
+    operands, pointers, sizes, alpha, limit = given
+    # Of many rows they have no registers during the products.
+    if FIRST <= 32:
+        of_rows = _slots_of(item, pointers, sizes, 0, FIRST, KIND)
+    if KIND[AT_SCALES_SUMS]:
+        sums0, sums1, stage, phase = multiply_scaling_sums(
+            operands, stage, phase, sizes[3], CONSUMER, KIND
+        )
+    else:
+        sums0, sums1, rest0, rest1, stage, phase = multiply_scaled(
+            operands, stage, phase, parity, sizes[3], FIRST, SECOND, CONSUMER, KIND
+        )
+    if FIRST > 32:
+        of_rows = _slots_of(item, pointers, sizes, 0, FIRST, KIND)
+    _finish(sums0, sums1, of_rows, item, pointers, sizes, alpha, limit, 0, CONSUMER, KIND)
+    if SECOND > 0:
+        of_rows = _slots_of(item, pointers, sizes, FIRST, SECOND, KIND)
+        _finish(rest0, rest1, of_rows, item, pointers, sizes, alpha, limit, FIRST, CONSUMER, KIND)
+    return stage, phase
+
+
+@gluon.jit
+def _slots_within(index, pointers, sizes, KIND: gl.constexpr):
+    """Of an item's tile the slots after half and after three quarters of its rows."""
+    num_tiles, num_blocks, _, _, _ = sizes
+    HEIGHT: gl.constexpr = KIND[AT_HEIGHT]
+    if KIND[AT_CUTS_TILES]:
+        tile, _ = locate_pair(index, num_tiles, num_blocks, KIND[AT_GROUP_TILES])
+        slots_ptr = pointers[1] + tile * HEIGHT
+        is_item = index < num_tiles * num_blocks
+        middle = gl.load(slots_ptr + HEIGHT // 2, mask=is_item, other=0)
+        return middle, gl.load(slots_ptr + HEIGHT * 3 // 4, mask=is_item, other=0)
+    else:
+        return index, index
+
+
+@gluon.jit
+def _consume(
+    given,  # stages and barriers, pointers, sizes, alpha, limit
+    CONSUMER: gl.constexpr,
+    KIND: gl.constexpr,
+):
+    """A consumer: 128 rows of W of each item, products and epilogue.
+
+    A tall tile that is not full, an expert's last, is multiplied as half or three quarters of one.
+    """
+    _, pointers, sizes, _, _ = given
+    num_tiles, num_blocks, _, _, num_slots = sizes
+    HEIGHT: gl.constexpr = KIND[AT_HEIGHT]
+    HALF: gl.constexpr = HEIGHT // 2
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    middle, late = _slots_within(gl.program_id(0), pointers, sizes, KIND)
+    for index in range(gl.program_id(0), num_tiles * num_blocks, gl.num_programs(0)):
+        item = locate_pair(index, num_tiles, num_blocks, KIND[AT_GROUP_TILES])
+        parity = index // gl.num_programs(0) & 1
+        # Padding is at a tile's end: one slot says whether there are rows from there on. Loaded an
+        # item ahead, so that nothing waits for it.
+        has_half = middle < num_slots
+        has_more = late < num_slots
+        middle, late = _slots_within(index + gl.num_programs(0), pointers, sizes, KIND)
+        if KIND[AT_CUTS_TILES]:
+            if has_more:
+                stage, phase = _multiply_rows(
+                    given, item, stage, phase, parity, HEIGHT, 0, CONSUMER, KIND
+                )
+            elif has_half:
+                stage, phase = _multiply_rows(
+                    given, item, stage, phase, parity, HALF, HALF // 2, CONSUMER, KIND
+                )
+            else:
+                stage, phase = _multiply_rows(
+                    given, item, stage, phase, parity, HALF, 0, CONSUMER, KIND
+                )
+        else:
+            stage, phase = _multiply_rows(
+                given, item, stage, phase, parity, HEIGHT, 0, CONSUMER, KIND
+            )
+
+
+@gluon.jit
+def _gather_chunk(pointers, is_row, k, k_size, x_stage):
+    """64 columns of a tile's rows into shared memory; 0 on padding and past the last column."""
+    LAYOUT: gl.constexpr = pointers.type.layout
+    chunks = (k + gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))) // 8
+    mask = is_row & gl.expand_dims(chunks < k_size // 8, 0)
+    async_copy.async_copy_global_to_shared(x_stage, pointers + k, mask=mask)
+
+
+@gluon.jit
+def _load(
+    operands,
+    gather,
+    tile_experts_ptr,
+    sizes,
+    NUM_CONSUMERS: gl.constexpr,
+    GROUP: gl.constexpr,
+    GROUP_TILES: gl.constexpr,
+):
+    x, words, factors, x_stages, word_boxes, factor_boxes, full, empty = operands
+    num_tiles, num_blocks, blocks_per_expert, num_k_blocks = sizes
+    STAGES: gl.constexpr = full.shape[0]
+    HEIGHT: gl.constexpr = x_stages.shape[1]
+    CHUNKS: gl.constexpr = x_stages.shape[0] // STAGES
+    BLOCK_K: gl.constexpr = 64 * CHUNKS
+    W_BYTES: gl.constexpr = words.block_type.nbytes + factors.block_type.nbytes
+    STAGE_BYTES: gl.constexpr = W_BYTES + (CHUNKS * x.block_type.nbytes if gather is None else 0)
+    GATHER: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    for index in range(gl.program_id(0), num_tiles * num_blocks, gl.num_programs(0)):
+        tile, block = locate_pair(index, num_tiles, num_blocks, GROUP_TILES)
+        expert = gl.load(tile_experts_ptr + tile)
+        w_block = expert * blocks_per_expert + block * NUM_CONSUMERS
+        if gather is not None:
+            slots_ptr, num_slots, top_k, row_chunks, k_size = gather
+            rows = gl.arange(0, HEIGHT, gl.SliceLayout(1, GATHER))
+            columns = gl.arange(0, 64, gl.SliceLayout(0, GATHER))
+            slots = gl.load(slots_ptr + tile * HEIGHT + rows)
+            row_ptrs = x + (slots // top_k).to(gl.int64) * row_chunks * 8
+            pointers = gl.expand_dims(row_ptrs, 1) + gl.expand_dims(columns, 0)
+            is_row = gl.expand_dims(slots < num_slots, 1)
+        for k_block in range(num_k_blocks):
+            mbarrier.wait(empty.index(stage), phase ^ 1)
+            bar = full.index(stage)
+            mbarrier.expect(bar, STAGE_BYTES)
+            w_at = [w_block, k_block * (4 * CHUNKS), 0]
+            tma.async_copy_global_to_shared(words, w_at, bar, word_boxes.index(stage))
+            s_at = [w_block, k_block * BLOCK_K // GROUP, 0]
+            tma.async_copy_global_to_shared(factors, s_at, bar, factor_boxes.index(stage))
+            for chunk in gl.static_range(CHUNKS):
+                k = k_block * BLOCK_K + 64 * chunk
+                x_stage = x_stages.index(stage * CHUNKS + chunk)
+                if gather is None:
+                    tma.async_copy_global_to_shared(x, [tile * HEIGHT, k], bar, x_stage)
+                else:
+                    _gather_chunk(pointers, is_row, k, k_size, x_stage)
+            if gather is not None:
+                async_copy.mbarrier_arrive(bar, increment_count=False)
+            stage, phase = next_stage(stage, phase, STAGES)
+
+
+@gluon.jit(do_not_specialize=["num_slots"])
+def project_packed_kernel(
+    x,  # a descriptor of [P, K]; gathered, a pointer to [R, K]
+    words,  # a descriptor of [E * blocks, 4 * chunks, 256] int32
+    factors,  # a descriptor of [E * blocks, groups, 128, or 256 with centres]
+    top_k,
+    row_chunks,
+    tile_experts_ptr,
+    num_tiles_ptr,
+    slots_ptr,
+    topk_weights_ptr,  # or None
+    bias_ptr,  # or None
+    out_ptr,  # by position where rows are gathered, else by slot
+    num_slots,
+    num_columns,
+    k_size,
+    alpha,
+    limit,
+    ACTIVATION: gl.constexpr,
+    HEIGHT: gl.constexpr,
+    GROUP: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    STAGES: gl.constexpr,
+    NUM_CONSUMERS: gl.constexpr,
+    HAS_COLUMN_TAIL: gl.constexpr,
+    GROUP_TILES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    SCALES_SUMS: gl.constexpr,
+    CUTS_TILES: gl.constexpr,
+    LEAD: gl.constexpr,
+    STORED: gl.constexpr,
+    IS_DEPENDENT: gl.constexpr,
+):
+    await_predecessor(IS_DEPENDENT)
+    GATHERS: gl.constexpr = top_k is not None
+    IS_GATED: gl.constexpr = ACTIVATION != "none" and ACTIVATION != "relu2"
+    FULL_COUNT: gl.constexpr = 129 if GATHERS else 1
+    X_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    GROUPS: gl.constexpr = factors.block_shape[1]
+    PARTS: gl.constexpr = factors.block_shape[2] // 128
+    DTYPE: gl.constexpr = factors.dtype
+    C: gl.constexpr = NUM_CONSUMERS
+    FACTOR_BOXES: gl.constexpr = [STAGES, C, GROUPS, 128 * PARTS]
+    x_stages = gl.allocate_shared_memory(DTYPE, [STAGES * CHUNKS, HEIGHT, 64], X_LAYOUT)
+    word_boxes = gl.allocate_shared_memory(gl.int32, [STAGES, C, 4 * CHUNKS, 256], words.layout)
+    factor_boxes = gl.allocate_shared_memory(DTYPE, FACTOR_BOXES, factors.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(turn, count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=FULL_COUNT)
+        mbarrier.init(empty.index(i), count=C)
+    fence_async_shared()
+    word_stages = word_boxes._reinterpret(gl.int16, [STAGES * C * CHUNKS * 2, 32, 32], PLAIN)
+    factor_stages = factor_boxes._reinterpret(DTYPE, [STAGES * C * GROUPS * PARTS, 32, 4], PLAIN)
+    num_tiles = gl.load(num_tiles_ptr)
+    COLUMNS: gl.constexpr = 64 if IS_GATED else 128
+    blocks_per_expert = gl.cdiv(num_columns, COLUMNS)
+    num_blocks = gl.cdiv(num_columns, COLUMNS * C)
+    num_k_blocks = gl.cdiv(k_size, 64 * CHUNKS)
+    operands = (x_stages, word_stages, factor_stages, full, empty, turn)
+    pointers = (tile_experts_ptr, slots_ptr, topk_weights_ptr, bias_ptr, out_ptr)
+    sizes = (num_tiles, num_blocks, num_columns, num_k_blocks, num_slots)
+    load_arguments = (
+        (x, words, factors, x_stages, word_boxes, factor_boxes, full, empty),
+        (slots_ptr, num_slots, top_k, row_chunks, k_size) if GATHERS else None,
+        tile_experts_ptr,
+        (num_tiles, num_blocks, blocks_per_expert, num_k_blocks),
+        C,
+        GROUP,
+        GROUP_TILES,
+    )
+    LOADERS: gl.constexpr = 4 if GATHERS else 1
+    LOADER_REGISTERS: gl.constexpr = 40 if GATHERS else 24
+    R: gl.constexpr = CONSUMER_REGISTERS
+    given = (operands, pointers, sizes, alpha, limit)
+    KIND: gl.constexpr = (
+        C,
+        ACTIVATION,
+        HAS_COLUMN_TAIL,
+        GROUP_TILES,
+        GATHERS,
+        SCALES_SUMS,
+        PARTS,
+        HEIGHT,
+        CUTS_TILES,
+        LEAD if C == 2 else 0,
+        STORED,
+        GROUPS == 2 * CHUNKS,
+    )
+    if C == 1:
+        gl.warp_specialize(
+            [(_consume, (given, 0, KIND)), (_load, load_arguments)], [LOADERS], [LOADER_REGISTERS]
+        )
+    elif C == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (given, 0, KIND)),
+                (_consume, (given, 1, KIND)),
+                (_load, load_arguments),
+            ],
+            [4, LOADERS],
+            [R, LOADER_REGISTERS],
+        )
+    else:
+        gl.static_assert(C == 4)
+        gl.warp_specialize(
+            [
+                (_consume, (given, 0, KIND)),
+                (_consume, (given, 1, KIND)),
+                (_consume, (given, 2, KIND)),
+                (_consume, (given, 3, KIND)),
+                (_load, load_arguments),
+            ],
+            [4, 4, 4, LOADERS],
+            [R, R, R, LOADER_REGISTERS],
+        )

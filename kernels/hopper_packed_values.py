@@ -1,0 +1,143 @@
+"""Packed codes of Hopper's packed GEMM as fragments of wgmma's left operand, in registers.
+
+A *slab* is 64 rows and 64 columns of W. Its 4-bit codes are 32-bit words, four for each thread of a
+warp group: word j holds the thread's eight codes of columns 16 j to 16 j + 15, the four registers
+of a 64 x 16 fragment, register p in bits 4 p to 4 p + 3 (its even column) and 16 + 4 p to 19 + 4 p
+(its odd one). So a thread's words are 16 bytes, one load; (word >> 4 p) & 0x000f000f are the
+codes of one, and nothing ever moves between threads.
+
+In tensors: words [32, 32] int16, row 8 w + g and column 8 t + 2 j + b of warp w, lane 4 g + t; the
+fragment [64, 64], rows 16 w + 8 h + g and columns 16 j + 8 c + 2 t + b, where p = 2 c + h.
+"""
+
+# Triton kernels carry no Python types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+# A thread's four words are consecutive; threads in order, four to a row.
+WORDS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[8, 0], [16, 0]],
+        block_bases=[],
+        shape=[32, 32],
+    )
+)
+# What a thread needs of a group of columns, four numbers: of both its rows of two slabs.
+FACTORS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2]],
+        lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[8, 0], [16, 0]],
+        block_bases=[],
+        shape=[32, 4],
+    )
+)
+
+
+@gluon.constexpr_function
+def conversion(stored, is_scaled, has_centres, dtype):
+    """Assembly that turns $4 into four registers of two 16-bit values each.
+
+    int4: 128 + code is 0x4300 | code of bfloat16, which counts ones in its last seven bits there;
+    of float16 1024 + code is 0x6400 | code. From it that plus 8, or the centre, is subtracted,
+    exactly. e2m1: sign, exponent and mantissa, put where the wider float has them, are the value
+    but for 2^126 (2^14 of float16), which multiplies it, exactly. Then the row's scale multiplies
+    it, rounded once.
+    Inputs: $4 words, scales of both rows where scaled, centres of both rows where there are any.
+    """
+    is_bfloat16 = str(dtype) == "bf16"
+    kind = "bf16x2" if is_bfloat16 else "f16x2"
+    lines = ["{ .reg .b32 q, v;"]
+    for p in range(4):
+        target = "v" if is_scaled else f"${p}"
+        if stored == "e2m1":
+            left = (6 if is_bfloat16 else 9) - 4 * p
+            mask = "0x01c001c0" if is_bfloat16 else "0x0e000e00"
+            factor = "0x7e807e80" if is_bfloat16 else "0x74007400"
+            shift = f"shl.b32 v, $4, {left};" if left >= 0 else f"shr.u32 v, $4, {-left};"
+            lines += [f"shl.b32 q, $4, {12 - 4 * p};", "and.b32 q, q, 0x80008000;", shift]
+            lines += [f"lop3.b32 v, v, {mask}, q, 0xea;", f"mov.b32 q, {factor};"]
+            lines.append(f"mul.rn.{kind} {target}, v, q;")
+        else:
+            magic = "0x43004300" if is_bfloat16 else "0x64006400"
+            source = "$4"
+            if p > 0:
+                lines.append(f"shr.u32 q, $4, {4 * p};")
+                source = "q"
+            lines.append(f"lop3.b32 v, {source}, 0x000f000f, {magic}, 0xea;")
+            if not has_centres:
+                lines.append(f"mov.b32 q, {magic.replace('00', '08')};")
+            subtracted = f"${(7 if is_scaled else 5) + p % 2}" if has_centres else "q"
+            lines.append(f"sub.rn.{kind} {target}, v, {subtracted};")
+        if is_scaled:
+            lines.append(f"mul.rn.{kind} ${p}, v, ${5 + p % 2};")
+    return " ".join([*lines, "}"])
+
+
+@gluon.constexpr_function
+def four_of(dtype):
+    return (dtype, dtype, dtype, dtype)
+
+
+@gluon.jit
+def split_factors(factors):
+    """[32, 4] as loaded: (slab 0's upper rows, lower rows), (slab 1's), [32, 1] each."""
+    lower, upper = factors.reshape([32, 2, 2]).split()
+    lower_0, lower_1 = lower.split()
+    upper_0, upper_1 = upper.split()
+    return (_as_column(lower_0), _as_column(upper_0)), (_as_column(lower_1), _as_column(upper_1))
+
+
+@gluon.jit
+def _as_column(factors):
+    return gl.expand_dims(gl.convert_layout(factors, gl.SliceLayout(1, WORDS)), 1)
+
+
+@gluon.jit
+def of_halves(first, second):
+    """Pairs [32, 1] of columns 0 to 31 and of 32 to 63 of a slab as pairs [32, 32], by word."""
+    # Word j of a thread, of which the compiler knows the number: nothing is left of the choice.
+    word = gl.arange(0, 32, gl.SliceLayout(0, WORDS)) // 2 % 4
+    is_second = gl.expand_dims(word >= 2, 0)
+    return gl.where(is_second, second[0], first[0]), gl.where(is_second, second[1], first[1])
+
+
+@gluon.jit
+def fragment_of(
+    words, scales, centres, OPERAND: gl.constexpr, DTYPE: gl.constexpr, STORED: gl.constexpr
+):
+    """A slab's words [32, 32] as wgmma's left operand [64, 64]; scales, centres: pairs or None."""
+    IS_SCALED: gl.constexpr = scales is not None
+    HAS_CENTRES: gl.constexpr = centres is not None
+    ASSEMBLY: gl.constexpr = conversion(STORED, IS_SCALED, HAS_CENTRES, DTYPE)
+    TYPES: gl.constexpr = four_of(DTYPE)
+    if IS_SCALED and HAS_CENTRES:
+        p0, p1, p2, p3 = gl.inline_asm_elementwise(
+            ASSEMBLY,
+            "=&r,=&r,=&r,=&r,r,r,r,r,r",
+            [words, scales[0], scales[1], centres[0], centres[1]],
+            TYPES,
+            True,
+            2,
+        )
+    elif IS_SCALED:
+        p0, p1, p2, p3 = gl.inline_asm_elementwise(
+            ASSEMBLY, "=&r,=&r,=&r,=&r,r,r,r", [words, scales[0], scales[1]], TYPES, True, 2
+        )
+    elif HAS_CENTRES:
+        p0, p1, p2, p3 = gl.inline_asm_elementwise(
+            ASSEMBLY, "=&r,=&r,=&r,=&r,r,r,r", [words, centres[0], centres[1]], TYPES, True, 2
+        )
+    else:
+        p0, p1, p2, p3 = gl.inline_asm_elementwise(
+            ASSEMBLY, "=&r,=&r,=&r,=&r,r", [words], TYPES, True, 2
+        )
+    upper = gl.join(p0, p2)
+    lower = gl.join(p1, p3)
+    values = gl.join(upper, lower).reshape([4, 8, 4, 4, 2, 2, 2])  # w, g, t, j, b, c, h
+    values = values.permute([0, 6, 1, 3, 5, 2, 4]).reshape([64, 64])
+    return gl.convert_layout(values, OPERAND, assert_trivial=True)

@@ -1,0 +1,47 @@
+"""A table's JSON values as dataclasses. Nothing here needs Triton."""
+
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Any, TypeVar, get_type_hints
+
+from ep_runtime.kernels.errors import PlanError
+
+DataT = TypeVar("DataT")
+
+
+def read_fields(
+    cls: type[DataT], values: Any, place: str, given: Mapping[str, Any] | None = None
+) -> DataT:
+    """A dataclass from its fields by name; nested ones too. given: fields that are parsed already.
+
+    Raises ValueError that names the place and the key: unknown, missing or of a wrong type.
+    """
+    if not isinstance(values, dict):
+        raise ValueError(f"{place} must be a mapping; got {values!r}")
+    known = {field.name: field for field in fields(cls)}  # type: ignore[arg-type]
+    unknown = sorted(set(values) - set(known))
+    if unknown:
+        raise ValueError(f"{place}.{unknown[0]} is an unknown key; known: {', '.join(known)}")
+    missing = [name for name, field in known.items() if name not in values and _is_needed(field)]
+    if missing:
+        raise ValueError(f"{place} needs the key {missing[0]}")
+    types = get_type_hints(cls)
+    parsed = {name: _read(types[name], value, f"{place}.{name}") for name, value in values.items()}
+    try:
+        return cls(**{**parsed, **(given or {})})
+    except PlanError as error:
+        raise ValueError(f"{place}: {error}") from None
+
+
+def _is_needed(field: Field[Any]) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
+
+
+def _read(kind: Any, value: Any, place: str) -> Any:
+    if isinstance(kind, type) and is_dataclass(kind):
+        return read_fields(kind, value, place)
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind in (int, float, bool, str) and type(value) is not kind:
+        raise ValueError(f"{place} ({value!r}) must be of type {kind.__name__}")
+    return value
