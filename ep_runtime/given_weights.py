@@ -1,13 +1,19 @@
 """Checks the tensors that a user hands to `MoELayer.load_experts`, before any is copied."""
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ep_runtime.kernels.errors import ConfigError
-from ep_runtime.kernels.quant.scheme import QuantizedTensor, QuantScheme, WeightScheme
+from ep_runtime.kernels.quant.scheme import (
+    UNQUANTISED,
+    QuantizedTensor,
+    QuantScheme,
+    WeightScheme,
+)
 from ep_runtime.kernels.quant.storage import (
     StoredShape,
     num_stored,
@@ -68,7 +74,10 @@ def own_experts(
             f"QuantizedTensor"
         )
     if given.scheme != scheme:
-        raise ConfigError(f"{name} is stored as {given.scheme}; the layer's is {scheme}")
+        raise ConfigError(
+            f"{name} is stored as {_keys_of(given.scheme)}, and the layer's quantization is "
+            f"{_keys_of(scheme)}; build the layer with that of its tensors"
+        )
     tensors = tensors_of(given)
     for missing in [key for key in shapes if key not in tensors]:
         raise ConfigError(f"{_key(name, missing)} is missing; {scheme.weight} has it")
@@ -95,6 +104,17 @@ def own_experts(
             expert = [e for e in experts if num_stored(key, scheme, [e])][entry]
             raise ConfigError(f"{_key(name, key)} of expert {expert} {reason}")
     return own
+
+
+def _keys_of(scheme: QuantScheme) -> str:
+    """As a user writes it. Example: {weight: int4_w4a16, group_size: 128}."""
+    given = {field.name: getattr(scheme, field.name) for field in fields(scheme)}
+    keys = {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in given.items()
+        if key == "weight" or value != getattr(UNQUANTISED, key)
+    }
+    return f"{{{', '.join(f'{key}: {value}' for key, value in keys.items())}}}"
 
 
 def _check_tiers(name: str, given: QuantizedTensor, num_experts: int) -> None:

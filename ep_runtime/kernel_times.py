@@ -6,8 +6,9 @@ measured one that is nearest to it in log distance, if no size is more than MAX_
 with the same storage and dtype; of its points those up to the layer's max_tokens_per_rank. So the
 choice depends on configuration and files alone, and is the same on every rank.
 
-Shipped tables are kernels/tuned/experts/*.json, made from records of benchmarks/experts_peers.py by
-`python -m benchmarks.experts_peers kernel-times`. A user's own come first: `register_kernel_times`.
+Shipped tables are kernels/tuned/experts/*.json (none so far), made from records of
+benchmarks/experts_peers.py by its command `kernel-times`. A user's own come first:
+`register_kernel_times`.
 """
 
 import json
@@ -19,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from ep_runtime import kernels
+from ep_runtime.config import DTYPES
 from ep_runtime.kernels.base import ExpertsShape
 from ep_runtime.kernels.errors import ConfigError
+from ep_runtime.kernels.quant.scheme import WeightScheme
 from ep_runtime.kernels.read_fields import read_fields
 
 SHIPPED_TIMES = Path(next(iter(kernels.__path__))) / "tuned" / "experts"
@@ -259,6 +262,14 @@ def _parse_layer(values: Any, place: str) -> tuple[TimedLayer, tuple[TimedPoint,
     for name in _SIZES:
         if getattr(layer, name) < 1:
             raise ValueError(f"{place}.{name} ({getattr(layer, name)}) must be above 0")
+    for name, known in (("scheme", list(WeightScheme)), ("dtype", list(DTYPES))):
+        if getattr(layer, name) not in known:
+            raise ValueError(
+                f"{place}.{name} ({getattr(layer, name)}) must be one of {', '.join(known)}"
+            )
+    size = layer.group_size
+    if size is not None and (type(size) is not int or size < 1):
+        raise ValueError(f"{place}.group_size ({size!r}) must be a number above 0, or null")
     points = tuple(_parse_point(v, f"{place}.points[{i}]") for i, v in enumerate(values["points"]))
     tokens = [point.tokens_per_rank for point in points]
     if not points or tokens != sorted(set(tokens)) or tokens[0] < 1:

@@ -21,6 +21,7 @@ from ep_runtime.kernels.base import (
     ExpertsShape,
 )
 from ep_runtime.kernels.errors import PlanError
+from ep_runtime.kernels.quant.scheme import WeightScheme
 from ep_runtime.kernels.registry import experts_class, experts_names
 from ep_runtime.machine import Machine, TritonMode
 
@@ -53,7 +54,9 @@ def choose_kernels(
         for name in (experts_names() if named_experts == "auto" else (named_experts,))
     ]
     backend_faults = {
-        b.name: _backend_fault(b, shape, machine, by_name=named_backend != "auto") for b in backends
+        b.name: _backend_fault(b, shape, machine)
+        or (_auto_fault(b, shape, parallel, machine) if named_backend == "auto" else None)
+        for b in backends
     }
     kernel_faults = {
         k.name: _experts_fault(k, moe, machine, by_name=named_experts != "auto")
@@ -140,26 +143,28 @@ def _rejections(
 
 
 def _backend_fault(
-    backend: BackendCapabilities, shape: BackendShape, machine: Machine, *, by_name: bool
+    backend: BackendCapabilities, shape: BackendShape, machine: Machine
 ) -> str | None:
-    fault = shape_fault(backend, shape) or _device_fault(
+    return shape_fault(backend, shape) or _device_fault(
         backend.device_types, backend.needs_triton, (backend.needs_package,), machine
     )
-    return fault if fault or by_name else _auto_fault(backend, shape, machine)
 
 
-def _auto_fault(backend: BackendCapabilities, shape: BackendShape, machine: Machine) -> str | None:
+def _auto_fault(
+    backend: BackendCapabilities, shape: BackendShape, parallel: ParallelConfig, machine: Machine
+) -> str | None:
     """Why `auto` passes over a backend that would be used if it were named."""
     if backend.needs_triton and machine.triton is TritonMode.INTERPRETER:
         return _ONLY_BY_NAME
     if backend.needs_peer_access and not machine.nvlink:
         known = "unknown whether" if machine.nvlink is None else "not so that"
         return f"it is {known} NVLink joins every two devices; name it to use it all the same"
-    ep_size = shape.placement.ep_size
-    if backend.needs_peer_access and machine.num_devices % ep_size:
+    ep_size, num_devices = shape.placement.ep_size, machine.num_devices
+    is_in_one_host = parallel.world_size <= num_devices or num_devices % ep_size == 0
+    if backend.needs_peer_access and not is_in_one_host:
         return (
-            f"an EP group of {ep_size} ranks does not lie within one host of "
-            f"{machine.num_devices} devices; name it to use it all the same"
+            f"an EP group of {ep_size} of {parallel.world_size} ranks does not lie within one host "
+            f"of {num_devices} devices; name it to use it all the same"
         )
     limit, wanted = backend.auto_max_tokens, shape.max_tokens_per_rank
     if limit is not None and wanted > limit:
@@ -179,7 +184,7 @@ def _experts_fault(
         )
     if moe.quantization.weight not in kernel.schemes:
         weight = moe.quantization.weight
-        others = [n for n in experts_names() if weight in experts_class(n).capabilities.schemes]
+        others = [n for n in experts_names() if _takes_weights(n, weight, machine)]
         cure = f"; use experts: {' or '.join(others)}" if by_name and others else ""
         return (
             f"it takes weights stored as {', '.join(sorted(kernel.schemes))}, and quantization is "
@@ -200,6 +205,18 @@ def _experts_fault(
     return fault
 
 
+def _takes_weights(name: str, weight: WeightScheme, machine: Machine) -> bool:
+    """Whether a kernel may be told of as another for weights stored so, on that machine."""
+    kernel = experts_class(name).capabilities
+    packages = (kernel.needs_package, *kernel.or_packages)
+    return (
+        weight in kernel.schemes
+        and kernel.kind is not ExpertsKind.MONOLITHIC
+        and _device_fault(kernel.device_types, kernel.needs_triton, packages, machine) is None
+        and _capability_fault(kernel, machine) is None
+    )
+
+
 def _kind_fault(kernel: ExpertsCapabilities, *, by_name: bool) -> str | None:
     """Why `auto` passes over a kernel of that kind: a layer that it chose for may be given ids."""
     if kernel.kind is ExpertsKind.MONOLITHIC and not by_name:
@@ -214,10 +231,12 @@ def _capacity_fault(kernel: ExpertsCapabilities, parallel: ParallelConfig) -> st
     received = parallel.ep_size * parallel.max_tokens_per_rank
     if kernel.kind is not ExpertsKind.MONOLITHIC or most is None or received <= most:
         return None
+    of_a_rank = most // parallel.ep_size
+    cure = f"set max_tokens_per_rank: {of_a_rank}, or choose" if of_a_rank else "choose"
     return (
         f"it takes at most {most} rows at once, and ep_size ({parallel.ep_size}) times "
-        f"max_tokens_per_rank ({parallel.max_tokens_per_rank}) is {received}; set "
-        f"max_tokens_per_rank: {most // parallel.ep_size}, or choose experts: triton"
+        f"max_tokens_per_rank ({parallel.max_tokens_per_rank}) is {received}; {cure} experts: "
+        f"triton"
     )
 
 
@@ -236,7 +255,7 @@ def _device_fault(
         if machine.device_type == "cpu":
             return (
                 "it needs Triton, which runs on a CPU only where TRITON_INTERPRET=1 was set "
-                "before the process started"
+                "before the process started (ep-runtime run sets it where it is named)"
             )
         return "it needs Triton, which is not installed; pip install triton"
     if packages[0] is not None and not set(packages) & set(machine.packages):

@@ -13,7 +13,6 @@ Shapes: T own rows, R rows received, P ranks, M rows a rank at most, K top-k slo
 # Triton kernels carry no Python types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +20,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import globaltimer
 
+from ep_runtime.kernels.device_clock import read_clock
 from ep_runtime.kernels.interpreter import is_interpreting
 from ep_runtime.kernels.launch import PreparedLaunch
 from ep_runtime.kernels.symm_channel import (
@@ -206,21 +205,6 @@ def _wait_arguments(channel: Channel, phase: int) -> dict[str, Any]:
     }
 
 
-if is_interpreting():
-
-    def _read_clock() -> int:
-        """Nanoseconds. Reading it leaves the core to the processes that are waited for."""
-        time.sleep(2e-4)
-        return time.monotonic_ns()
-
-else:
-
-    @triton.jit
-    def _read_clock():
-        """Nanoseconds, of the device's global timer."""
-        return globaltimer().to(tl.int64)
-
-
 @triton.jit
 def _wait_for_peers(
     arrivals_ptr,
@@ -243,7 +227,7 @@ def _wait_for_peers(
     peers = tl.arange(0, BLOCK_RANKS)
     is_peer = peers < NUM_RANKS
     target = epoch * SHARES
-    start = _read_clock()
+    start = read_clock()
     has_failed = tl.load(failed_ptr) != 0
     arrived = tl.load(arrivals_ptr + peers, mask=is_peer, other=0, volatile=True)
     is_missing = is_peer & (arrived < target)
@@ -255,7 +239,7 @@ def _wait_for_peers(
         num_reads += 1
         looks = num_reads % READS_PER_LOOK == 0
         is_aborted = tl.load(abort_ptr, mask=looks, other=0, volatile=True) != 0
-        gives_up = is_aborted | (_read_clock() - start > limit_ns)
+        gives_up = is_aborted | (read_clock() - start > limit_ns)
         # What each thread sees on its own is summed too: warps that reduce together stay together.
         num_missing = tl.sum(tl.where(is_missing, tl.where(gives_up, GIVES_UP + 1, 1), 0), axis=0)
         if num_missing > GIVES_UP:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from ep_runtime.kernels.errors import ConfigError
 from ep_runtime.launch.environment import describe_versions
@@ -119,7 +119,7 @@ def print_audit(moe: "MoEConfig", results: "Sequence[AuditResult]", console: Con
     ran = [result for result in results if result.skip_reason is None]
     title = f"Streams of one rank: {moe.num_experts} experts, hidden {moe.hidden_size}"
     columns = ("backend", "experts", "overlap", "owner", "schedules", "operations", "unordered")
-    table = Table(*columns, title=title)
+    table = Table(*(Column(name, overflow="fold") for name in columns), title=title)
     for result in ran:
         case = result.case
         table.add_row(

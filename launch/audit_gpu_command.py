@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from ep_runtime.audit_gpu import Gpu, GpuResult, GpuSite, gpu_config, gpu_machine
 from ep_runtime.audit_gpu_checks import (
@@ -152,9 +152,12 @@ def print_gpu_results(
     gpu_name: str, moe: MoEConfig, results: Sequence[GpuResult], console: Console
 ) -> None:
     """Tables of what was run and what was not, then every fault in full."""
-    columns = ("check", "backend", "experts", "class", "overlap", "schedules")
+    columns = (
+        *("check", "backend", "experts", "class", "overlap", "schedules"),
+        *("iterations", "wrong", "faults", "s"),
+    )
     title = f"Streams on {gpu_name}: {moe.num_experts} experts, hidden {moe.hidden_size}"
-    table = Table(*columns, "iterations", "wrong", "faults", "s", title=title)
+    table = Table(*(Column(name, overflow="fold") for name in columns), title=title)
     for result in results:
         if result.skip_reason is not None:
             continue

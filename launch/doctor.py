@@ -10,6 +10,7 @@ from rich.table import Table
 from ep_runtime.all2all.registry import backend_class, backend_names
 from ep_runtime.config import MoEConfig, ParallelConfig
 from ep_runtime.kernels.errors import PlanError
+from ep_runtime.kernels.quant.scheme import UNQUANTISED, QuantScheme, WeightScheme
 from ep_runtime.kernels.registry import experts_class, experts_names
 from ep_runtime.launch.environment import (
     describe_deep_ep,
@@ -35,7 +36,7 @@ def diagnose() -> dict[str, Any]:
         "mpi": describe_mpi(),
         "deep_ep": describe_deep_ep(),
         "backends": [_verdict(name, _backend_fault(name, machine)) for name in backend_names()],
-        "experts": [_verdict(name, _experts_fault(name, machine)) for name in experts_names()],
+        "experts": [_verdict(name, experts_fault(name, machine)) for name in experts_names()],
     }
 
 
@@ -54,18 +55,37 @@ def _backend_fault(name: str, machine: Machine) -> str | None:
     return _fault_of(plan)
 
 
-def _experts_fault(name: str, machine: Machine) -> str | None:
+def experts_fault(name: str, machine: Machine) -> str | None:
+    """Why no layer can use a kernel there: what the resolver says of a layer that it takes."""
+
     def plan() -> None:
         capabilities = experts_class(name).capabilities
         dtypes = {str(dtype).removeprefix("torch.") for dtype in capabilities.dtypes}
-        layer = _probe_layer(min(dtypes), min(capabilities.activations))
-        resolve_plan(layer, ParallelConfig(), machine, experts=name)
+        layer = _probe_layer(
+            min(dtypes), min(capabilities.activations), _probe_scheme(capabilities.schemes)
+        )
+        # No more rows than the smallest of kernels takes.
+        resolve_plan(layer, ParallelConfig(max_tokens_per_rank=8), machine, experts=name)
 
     return _fault_of(plan)
 
 
-def _probe_layer(dtype: str, activation: str) -> MoEConfig:
-    names: dict[str, Any] = {"dtype": dtype, "activation": activation}
+def _probe_scheme(schemes: frozenset[WeightScheme]) -> QuantScheme:
+    """How the weights of a layer that is planned to ask a kernel are stored."""
+    if WeightScheme.NONE in schemes:
+        return UNQUANTISED
+    weight = min(schemes)
+    group_size = 128 if weight in (WeightScheme.INT4, WeightScheme.INT8) else None
+    hot = (0,) if weight is WeightScheme.HYBRID else ()
+    return QuantScheme(weight, group_size, nvfp4_experts=hot)
+
+
+def _probe_layer(dtype: str, activation: str, quantization: QuantScheme = UNQUANTISED) -> MoEConfig:
+    names: dict[str, Any] = {
+        "dtype": dtype,
+        "activation": activation,
+        "quantization": quantization,
+    }
     return MoEConfig(
         hidden_size=128,
         moe_intermediate_size=128,
@@ -104,6 +124,8 @@ def print_diagnosis(diagnosis: dict[str, Any], console: Console) -> None:
     deep_ep = diagnosis["deep_ep"]
     found = f"generation {deep_ep['generation']}" if deep_ep["installed"] else "not installed"
     software.add_row("deep_ep", deep_ep.get("fault", found))
+    packages = [name for name in diagnosis["machine"]["packages"] if name != "deep_ep"]
+    software.add_row("packages of kernels", ", ".join(packages) or "none")
     mpi = diagnosis["mpi"]
     software.add_row("mpi4py", mpi["mpi4py"] or "not installed")
     software.add_row("MPI library", mpi["library"] or mpi.get("library_fault", "none"))

@@ -88,11 +88,14 @@ def quantize_command(
     _prepare_output(output, source)
     with opened.reader:
         files = _write_shards(opened, jobs, output, max_bytes, console)
-    write_index(output, files)
-    _copy_other_files(source, output)
     values = read_config(source)
     values["quantization_config"] = hybrid_config({n: f.nvfp4_experts for n, f in forms.items()})
-    (output / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+    try:
+        write_index(output, files)
+        _copy_other_files(source, output)
+        (output / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+    except OSError as error:
+        raise CheckpointError(f"{output}: cannot be written: {error}") from error
     report = quantization_report(
         source=source,
         output=output,
@@ -118,11 +121,13 @@ def parse_size(text: str) -> int:
 
 def _refuse_family(source: Path) -> None:
     values = read_config(source)
-    if (quantization := read_quantization(values)) is not None:
-        raise ConfigError(
-            f"{source}: is quantised already ({quantization.method}); give the checkpoint in "
-            f"bfloat16 that it was made from"
-        )
+    cure = "give the checkpoint in bfloat16 that it was made from"
+    try:
+        quantization = read_quantization(values)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: is quantised already, {cure}; besides, {error}") from None
+    if quantization is not None:
+        raise ConfigError(f"{source}: is quantised already ({quantization.method}); {cure}")
     moe = moe_config_from_hf(values)
     if moe.expert_bias:
         raise ConfigError(
@@ -139,7 +144,11 @@ def _check_sizes(opened: OpenedCheckpoint, forms: Mapping[int, HybridFormat]) ->
 def _prepare_output(output: Path, source: Path) -> None:
     try:
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
-            raise ConfigError(f"{output}: is there already; give a folder that is new or empty")
+            is_cut_short = output.is_dir() and not (output / "config.json").exists()
+            found = ", without a config.json, so cut short or no checkpoint" if is_cut_short else ""
+            raise ConfigError(
+                f"{output}: is there already{found}; give a folder that is new or empty"
+            )
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{output}: cannot be made: {error}") from None

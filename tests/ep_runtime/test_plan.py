@@ -86,11 +86,12 @@ def _why_not(plan: Plan, name: str) -> str:
 def test_auto_takes_one_sided_backends_only_where_nvlink_joins_the_whole_group() -> None:
     assert _plan(H200, dp_size=4).backend == "symm_mem"
     assert _plan(H200, dp_size=16, ep_size=8).backend == "symm_mem"
+    assert _plan(H200, dp_size=3).backend == "symm_mem"
+    assert _plan(H200, dp_size=9, ep_size=3).backend == "all_to_all"
     for machine, dp_size, why in (
         (replace(H200, nvlink=False), 8, "it is not so that NVLink joins every two devices"),
         (replace(H200, nvlink=None), 8, "it is unknown whether NVLink joins every two devices"),
-        (H200, 16, "an EP group of 16 ranks does not lie within one host of 8 devices"),
-        (H200, 3, "an EP group of 3 ranks does not lie within one host of 8 devices"),
+        (H200, 16, "an EP group of 16 of 16 ranks does not lie within one host of 8 devices"),
     ):
         plan = _plan(machine, dp_size=dp_size)
         assert plan.backend == "all_to_all"

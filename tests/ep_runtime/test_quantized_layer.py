@@ -148,7 +148,8 @@ def poisoned(weights: Weights, expert: int) -> Weights:
         pytest.param(lambda w: {**w, "w2": None}, "w2 is missing; the layer's", id="missing"),
         pytest.param(
             lambda w: {**w, "w2": replace(w["w2"], scheme=QuantScheme())},
-            r"w2 is stored as QuantScheme\(weight=<WeightScheme.NONE",
+            r"w2 is stored as \{weight: none\}, and the layer's quantization is "
+            r"\{weight: fp8_block\}; build the layer with that of its tensors",
             id="other_scheme",
         ),
         pytest.param(

@@ -96,6 +96,8 @@ def test_more_rows_a_round_than_it_takes_are_refused_by_name() -> None:
     named = r"ep_size \(2\) times max_tokens_per_rank \(64\) is 128; set max_tokens_per_rank: 32"
     with pytest.raises(PlanError, match=named):
         _plan(dp_size=2, max_tokens_per_rank=64)
+    with pytest.raises(PlanError, match=r"\(1\) is 128; choose experts: triton"):
+        _plan(dp_size=128, max_tokens_per_rank=1)
     plan = _plan(dp_size=2, max_tokens_per_rank=32)
     assert (plan.experts, plan.backend) == ("resident", "naive")
 

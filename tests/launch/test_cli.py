@@ -5,14 +5,18 @@ import os
 import re
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ep_runtime.kernels.registry import experts_names
 from ep_runtime.launch import layer_job
 from ep_runtime.launch.cli import app
+from ep_runtime.launch.doctor import experts_fault
+from ep_runtime.machine import OPTIONAL_PACKAGES, Machine
 from ep_runtime.reference import reference_layer
 from tests.ep_runtime.checkpoints import (
     FAMILY_NAMES,
@@ -370,6 +374,13 @@ def test_explain_reads_a_checkpoint_and_a_doctors_machine(command: Command, tmp_
         assert status == 0, said
         assert "3 ranks" in said
         assert "backend    naive" in said
+
+
+def test_doctor_has_nothing_against_any_kernel_where_every_package_is() -> None:
+    machine = replace(Machine.preset("h200x8"), packages=OPTIONAL_PACKAGES)
+    assert {name: experts_fault(name, machine) for name in experts_names()} == dict.fromkeys(
+        experts_names()
+    )
 
 
 def test_doctor_says_why_a_kernel_is_not_usable(

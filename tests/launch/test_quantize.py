@@ -322,11 +322,20 @@ def test_what_cannot_be_made_is_status_2_and_writes_nothing(
     mixtral, gpt_oss = str(tiny_checkpoint("mixtral")), str(tiny_checkpoint("gpt_oss"))
     quantised = str(quantized_checkpoint("deepseek_v3_nvfp4"))
     odd = str(tiny_checkpoint("qwen2_moe"))
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "model.safetensors").write_text("")
+    (full / "config.json").write_text("{}")
+    broken = str(copy_with_tensors(tiny_checkpoint("mixtral"), tmp_path / "broken", {}))
+    config = json.loads((tmp_path / "broken" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "broken" / "config.json").write_text(json.dumps(config))
     (tmp_path / "odd.json").write_text(
         json.dumps({"ranks": [{"tokens_per_expert_of_layer": {"0": [1] * 6, "1": [1] * 6}}]})
     )
     for source, output, path, more, message in (
         (mixtral, "full", counts, ["--hot", "2"], "is there already; give a folder that is new"),
+        (mixtral, "part", counts, ["--hot", "2"], "part: is there already, without a config.json"),
+        (broken, "made", counts, ["--hot", "2"], "broken: is quantised already, give the"),
         (mixtral, "made", "none.json", ["--hot", "2"], "none.json: cannot be read as JSON"),
         (mixtral, "made", counts, [], "give one of --hot"),
         (mixtral, "made", counts, ["--hot", "9"], "--hot (9) must be from 0 to the 8 experts"),
@@ -351,6 +360,23 @@ def test_weights_that_are_not_finite_are_refused_by_name_and_leave_no_checkpoint
     with pytest.raises(CheckpointError, match=f"{name}: weights that are NaN"):
         quantize(source, tmp_path / "made", statistics(tmp_path))
     assert not (tmp_path / "made" / "config.json").exists()
+
+
+def test_a_file_that_cannot_be_copied_is_an_error_that_names_the_folder(tmp_path: Path) -> None:
+    source = copy_with_tensors(
+        tiny_checkpoint("mixtral"), tmp_path / "source", read_tensors(tiny_checkpoint("mixtral"))
+    )
+    (source / "tokenizer.json").write_text("{}")
+    output = tmp_path / "made"
+
+    def refuse(source: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device", str(target))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ep_runtime.launch.quantize_command.shutil.copyfile", refuse)
+        with pytest.raises(CheckpointError, match=r"made: cannot be written: .*No space left"):
+            quantize(source, output, statistics(tmp_path))
+    assert not (output / "config.json").exists()
 
 
 def test_items_are_cut_as_the_docstring_says() -> None:
