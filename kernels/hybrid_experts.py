@@ -54,6 +54,7 @@ class HybridExperts(ModularExperts):
                 "their own",
                 owns="frames of the workspace it is given; barrier words for each workspace, 0 "
                 "between launches; one word of pinned memory for a failure",
+                record="benchmarks/results/audit_nvfp4_nf3_hybrid.json",
             ),
         ),
     )
@@ -72,6 +73,10 @@ class HybridExperts(ModularExperts):
         if num_rows * self.shape.top_k == 0 or self.shape.num_local_experts == 0:
             return 0
         return max(tiers_bytes(num_rows, self.shape), self.grid.workspace_bytes(num_rows))
+
+    def check(self) -> None:
+        """Raise RankFailure once a wait inside a launch of this layer has run out."""
+        self.grid.check()
 
     def run(
         self, expert_input: ExpertInput, weights: ExpertWeights, workspace: Workspace

@@ -1,7 +1,7 @@
 """The launch of the hybrid experts for few rows: both tiers, both projections and the sum, by one
 resident grid.
 
-What kernels/resident_projections.py says of items, steps, shares and owners holds here, and its
+What kernels/resident_shares.py says of items, steps, shares and owners holds here, and its
 code runs: only how a step's weights are multiplied differs (kernels/hybrid_projections.py). The
 phases:
 1. Each program reads all rows' ids for itself, which are few, into scratch of its own.
@@ -24,11 +24,9 @@ import triton
 import triton.language as tl
 
 from ep_runtime.kernels.hybrid_projections import multiply_down_hybrid, multiply_gate_up_hybrid
-from ep_runtime.kernels.resident_barrier import ACTIVATED, leave, pass_grid_barrier
-from ep_runtime.kernels.resident_projections import project_down_share, project_gate_up_share
-from ep_runtime.kernels.resident_routing import list_experts, load_slots
-
-_ACTIVATED: tl.constexpr = tl.constexpr(ACTIVATED)
+from ep_runtime.kernels.resident_barrier import own_grid
+from ep_runtime.kernels.resident_routing import list_experts, load_slots, routing_scratch
+from ep_runtime.kernels.resident_shares import Sizes, project_shares
 
 
 @triton.jit
@@ -40,10 +38,7 @@ def take_slots(
     num_rows,
     num_experts,
     num_nvfp4,
-    ids_ptr,  # [BLOCK_T, KP] int32, out: numbers over both tiers, -1 for no local expert
-    weights_ptr,  # [BLOCK_T, KP] float32, out: 0 where there is none
-    largest_ptr,  # [BLOCK_T] float32, out: the largest magnitude of a row's weights
-    factors_ptr,  # [BLOCK_T] float32, out: the same
+    routed,  # out: `Routed`, ids as numbers over both tiers, weights as they are given
     TOP_K: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -62,11 +57,11 @@ def take_slots(
     numbers = tl.where(places >= 0, places, num_nvfp4 + ~places)
     weights = tl.load(topk_weights_ptr + slots, mask=is_local, other=0.0)
     out = rows[:, None] * BLOCK_SLOTS + columns[None, :]
-    tl.store(ids_ptr + out, tl.where(is_local, numbers, -1))
-    tl.store(weights_ptr + out, weights)
+    tl.store(routed.ids_ptr + out, tl.where(is_local, numbers, -1))
+    tl.store(routed.weights_ptr + out, weights)
     largest = tl.max(tl.abs(weights), axis=1)
-    tl.store(largest_ptr + rows, largest)
-    tl.store(factors_ptr + rows, largest)
+    tl.store(routed.largest_ptr + rows, largest)
+    tl.store(routed.factors_ptr + rows, largest)
     tl.debug_barrier()
 
 
@@ -93,11 +88,11 @@ def _hybrid_experts_kernel(
     nf3_words2,
     nf3_scales2_ptr,
     nf3_groups2,
-    integers_ptr,  # [P, BLOCK_T * KP + 2 * BLOCK_LOCAL] int32, scratch
-    floats_ptr,  # [P, BLOCK_T * (KP + 2)] float32, scratch
+    integers_ptr,  # of `routing_scratch`
+    floats_ptr,
     activated_ptr,  # [A * BLOCK_T, I], scratch
     stride_activated,
-    parts_ptr,  # scratch of `project_gate_up_share`
+    parts_ptr,  # of `project_shares`
     out_ptr,  # [T, H]
     state_ptr,  # [STATE_WORDS] int64
     record_ptr,  # [1] int64
@@ -121,20 +116,10 @@ def _hybrid_experts_kernel(
     MAX_PROGRAMS: tl.constexpr,
 ):
     """num_programs: of the grid. limit_ns: of each wait."""
-    SLOTS: tl.constexpr = BLOCK_T * BLOCK_SLOTS
-    GATE_UP_N: tl.constexpr = GATE_UP[0]
-    GATE_UP_K: tl.constexpr = GATE_UP[1]
-    GATE_UP_STAGES: tl.constexpr = GATE_UP[2]
-    DOWN_N: tl.constexpr = DOWN[0]
-    DOWN_K: tl.constexpr = DOWN[1]
-    DOWN_STAGES: tl.constexpr = DOWN[2]
-    program = num_programs - 1 - tl.program_id(0)
-    ids_ptr = integers_ptr + program.to(tl.int64) * (SLOTS + 2 * BLOCK_LOCAL)
-    used_ptr = ids_ptr + SLOTS
-    list_ptr = used_ptr + BLOCK_LOCAL
-    weights_ptr = floats_ptr + program.to(tl.int64) * (SLOTS + 2 * BLOCK_T)
-    largest_ptr = weights_ptr + SLOTS
-    factors_ptr = largest_ptr + BLOCK_T
+    grid = own_grid(num_programs, state_ptr, record_ptr, limit_ns)
+    routed, used_ptr = routing_scratch(
+        integers_ptr, floats_ptr, grid.program, BLOCK_SLOTS, BLOCK_LOCAL, BLOCK_T
+    )
     take_slots(
         topk_ids_ptr,
         topk_weights_ptr,
@@ -143,94 +128,43 @@ def _hybrid_experts_kernel(
         num_rows,
         num_experts,
         num_nvfp4,
-        ids_ptr,
-        weights_ptr,
-        largest_ptr,
-        factors_ptr,
+        routed,
         TOP_K,
         BLOCK_SLOTS,
         BLOCK_T,
     )
-    slots = load_slots(ids_ptr, num_rows, TOP_K, BLOCK_SLOTS, BLOCK_T)
-    num_active = list_experts(slots, used_ptr, list_ptr, BLOCK_LOCAL)
+    slots = load_slots(routed, num_rows, TOP_K, BLOCK_SLOTS, BLOCK_T)
+    list_ptr, num_active = list_experts(slots, used_ptr, BLOCK_LOCAL)
     places = tl.arange(0, BLOCK_LOCAL)
     listed = tl.load(list_ptr + places, mask=places < num_active, other=num_experts)
     active_nvfp4 = tl.sum((listed < num_nvfp4).to(tl.int32), axis=0)
-    has_failed = project_gate_up_share(
-        (
-            (words13, scales13_ptr, num_groups13),
-            (nf3_words13, nf3_scales13_ptr, nf3_groups13),
-            rows_per_expert,
-            global_scales13_ptr,
-            num_nvfp4,
-        ),
-        None,
-        rows_per_expert,
-        x_ptr,
-        stride_x_row,
-        stride_x_col,
-        (ids_ptr, weights_ptr, largest_ptr),
+    nvfp4_13 = (words13, scales13_ptr, num_groups13)
+    nf3_13 = (nf3_words13, nf3_scales13_ptr, nf3_groups13)
+    nvfp4_2 = (words2, scales2_ptr, num_groups2)
+    nf3_2 = (nf3_words2, nf3_scales2_ptr, nf3_groups2)
+    project_shares(
+        ((nvfp4_13, nf3_13, global_scales13_ptr, num_nvfp4), None),
+        ((nvfp4_2, nf3_2, global_scales2_ptr, num_nvfp4, active_nvfp4), None),
+        (x_ptr, stride_x_row, stride_x_col),
+        routed,
         list_ptr,
         num_active,
-        activated_ptr,
-        stride_activated,
+        (activated_ptr, stride_activated),
         parts_ptr,
-        state_ptr,
-        record_ptr,
-        limit_ns,
+        out_ptr,
+        grid,
         num_rows < 0,
-        program,
-        num_programs,
-        num_rows,
-        hidden_size,
-        intermediate_size,
+        Sizes(num_rows, hidden_size, intermediate_size, rows_per_expert),
         alpha,
         limit,
         ACTIVATION,
         multiply_gate_up_hybrid,
-        False,
-        TOP_K,
-        BLOCK_SLOTS,
-        BLOCK_T,
-        GATE_UP_N,
-        GATE_UP_K,
-        GATE_UP_STAGES,
-    )
-    has_failed = has_failed | pass_grid_barrier(
-        state_ptr, record_ptr, num_programs, limit_ns, 1, _ACTIVATED
-    )
-    project_down_share(
-        (
-            (words2, scales2_ptr, num_groups2),
-            (nf3_words2, nf3_scales2_ptr, nf3_groups2),
-            global_scales2_ptr,
-            num_nvfp4,
-            active_nvfp4,
-        ),
-        None,
-        activated_ptr,
-        stride_activated,
-        (ids_ptr, weights_ptr, largest_ptr, factors_ptr),
-        list_ptr,
-        num_active,
-        out_ptr,
-        parts_ptr,
-        state_ptr,
-        record_ptr,
-        limit_ns,
-        has_failed,
-        program,
-        num_programs,
-        num_rows,
-        hidden_size,
-        intermediate_size,
         multiply_down_hybrid,
-        False,
         TOP_K,
         BLOCK_SLOTS,
         BLOCK_T,
-        DOWN_N,
-        DOWN_K,
-        DOWN_STAGES,
+        GATE_UP,
+        DOWN,
+        1,
+        MAX_PROGRAMS,
     )
-    leave(state_ptr, num_programs, MAX_PROGRAMS)

@@ -20,6 +20,7 @@ stands here before each.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -72,6 +73,27 @@ class FailedBarrier:
         )
 
 
+class Grid(NamedTuple):
+    """Inside a kernel: which program of a launch one is, and what it waits with.
+
+    program: 0 is the last of the launch. state_ptr: [STATE_WORDS] int64. record_ptr: [1] int64.
+    limit_ns: of each wait.
+    """
+
+    program: Any
+    num_programs: Any
+    state_ptr: Any
+    record_ptr: Any
+    limit_ns: Any
+
+
+@triton.jit
+def own_grid(num_programs, state_ptr, record_ptr, limit_ns):
+    """`Grid` of this program."""
+    program = num_programs - 1 - tl.program_id(0)
+    return Grid(program, num_programs, state_ptr, record_ptr, limit_ns)
+
+
 @triton.jit
 def wait_until(word_ptr, target, limit_ns):
     """Acquire a word that has reached `target`; what it holds, _FAILED or more where it has not."""
@@ -86,86 +108,75 @@ def wait_until(word_ptr, target, limit_ns):
 
 
 @triton.jit
-def _tell_of_failure(state_ptr, record_ptr, phase, arrived, expected):
+def _tell_of_failure(grid, phase, arrived):
     """Mark the launch, and record the first failure of it."""
-    tl.atomic_add(state_ptr, tl.full([], 0, tl.int64) + _FAILED, sem="relaxed", scope="gpu")
+    tl.atomic_add(grid.state_ptr, tl.full([], 0, tl.int64) + _FAILED, sem="relaxed", scope="gpu")
     one = tl.full([], 1, tl.int64)
-    if tl.atomic_xchg(state_ptr + _CLAIMED, one, sem="relaxed", scope="gpu") == 0:
+    if tl.atomic_xchg(grid.state_ptr + _CLAIMED, one, sem="relaxed", scope="gpu") == 0:
         word = (tl.full([], 0, tl.int64) + phase) << 48 | arrived.to(tl.int64) << 24
-        tl.store(record_ptr, word | expected.to(tl.int64))
+        tl.store(grid.record_ptr, word | grid.num_programs.to(tl.int64))
 
 
 @triton.jit
-def pass_grid_barrier(
-    state_ptr,  # [STATE_WORDS] int64
-    record_ptr,  # [1] int64
-    num_programs,
-    limit_ns,
-    NUMBER: tl.constexpr,
-    PHASE: tl.constexpr,
-):
+def pass_grid_barrier(grid, NUMBER: tl.constexpr, PHASE: tl.constexpr):
     """Release what this program stored, acquire what all have; whether that failed.
 
     NUMBER: of the barrier in its launch, from 1.
     """
     tl.debug_barrier()
-    tl.atomic_add(state_ptr, tl.full([], 1, tl.int64), sem="release", scope="gpu")
-    target = num_programs.to(tl.int64) * NUMBER
-    value = wait_until(state_ptr, target, limit_ns)
+    tl.atomic_add(grid.state_ptr, tl.full([], 1, tl.int64), sem="release", scope="gpu")
+    target = grid.num_programs.to(tl.int64) * NUMBER
+    value = wait_until(grid.state_ptr, target, grid.limit_ns)
     has_failed = value >= _FAILED
     if has_failed:
-        arrived = value % _FAILED - (target - num_programs)
-        _tell_of_failure(state_ptr, record_ptr, PHASE, arrived, num_programs)
+        arrived = value % _FAILED - (target - grid.num_programs)
+        _tell_of_failure(grid, PHASE, arrived)
     return has_failed
 
 
 @triton.jit
-def set_flag(state_ptr, program, SET: tl.constexpr):
+def set_flag(grid, SET: tl.constexpr):
     """Release what this program stored to whoever waits for its flag of a set (0 or 1)."""
     tl.debug_barrier()
-    flag_ptr = state_ptr + _FLAGS + program * _FLAG_SETS + SET
+    flag_ptr = grid.state_ptr + _FLAGS + grid.program * _FLAG_SETS + SET
     tl.atomic_add(flag_ptr, tl.full([], 1, tl.int64), sem="release", scope="gpu")
 
 
 @triton.jit
-def announce(state_ptr):
+def announce(grid):
     """Count this program among those that a failed wait for a flag tells of."""
-    tl.atomic_add(state_ptr + _STARTED, tl.full([], 1, tl.int64), sem="relaxed", scope="gpu")
+    tl.atomic_add(grid.state_ptr + _STARTED, tl.full([], 1, tl.int64), sem="relaxed", scope="gpu")
 
 
 @triton.jit
-def wait_for_flag(
-    state_ptr,
-    record_ptr,
-    program,
-    num_programs,
-    limit_ns,
-    SET: tl.constexpr,
-    PHASE: tl.constexpr,
-):
-    """Acquire what `program` stored before it set its flag; whether that failed."""
-    value = wait_until(state_ptr + _FLAGS + program * _FLAG_SETS + SET, 1, limit_ns)
-    has_failed = value >= _FAILED
-    if has_failed:
+def wait_for_flag(grid, program, has_failed, SET: tl.constexpr, PHASE: tl.constexpr):
+    """Acquire what `program` stored before it set its flag; whether that, or a wait before, failed.
+
+    has_failed: whether one did before: then this one ends at once.
+    """
+    limit_ns = tl.where(has_failed, 0, grid.limit_ns)
+    value = wait_until(grid.state_ptr + _FLAGS + program * _FLAG_SETS + SET, 1, limit_ns)
+    is_late = value >= _FAILED
+    if is_late:
         zero = tl.full([], 0, tl.int64)
-        started = tl.atomic_add(state_ptr + _STARTED, zero, sem="relaxed", scope="gpu")
-        _tell_of_failure(state_ptr, record_ptr, PHASE, started, num_programs)
-    return has_failed
+        started = tl.atomic_add(grid.state_ptr + _STARTED, zero, sem="relaxed", scope="gpu")
+        _tell_of_failure(grid, PHASE, started)
+    return has_failed | is_late
 
 
 @triton.jit
-def leave(state_ptr, num_programs, MAX_PROGRAMS: tl.constexpr):
+def leave(grid, MAX_PROGRAMS: tl.constexpr):
     """The last that a program does; the last one to do it clears the state."""
     tl.debug_barrier()
     one = tl.full([], 1, tl.int64)
-    departed = tl.atomic_add(state_ptr + _DEPARTED, one, sem="acq_rel", scope="gpu")
+    departed = tl.atomic_add(grid.state_ptr + _DEPARTED, one, sem="acq_rel", scope="gpu")
     tl.debug_barrier()
-    if departed == num_programs - 1:
+    if departed == grid.num_programs - 1:
         flags = tl.arange(0, MAX_PROGRAMS * _FLAG_SETS)
         zeros = tl.zeros([MAX_PROGRAMS * _FLAG_SETS], tl.int64)
-        tl.store(state_ptr + _FLAGS + flags, zeros)
+        tl.store(grid.state_ptr + _FLAGS + flags, zeros)
         zero = tl.full([], 0, tl.int64)
-        tl.store(state_ptr, zero)
-        tl.store(state_ptr + _STARTED, zero)
-        tl.store(state_ptr + _DEPARTED, zero)
-        tl.store(state_ptr + _CLAIMED, zero)
+        tl.store(grid.state_ptr, zero)
+        tl.store(grid.state_ptr + _STARTED, zero)
+        tl.store(grid.state_ptr + _DEPARTED, zero)
+        tl.store(grid.state_ptr + _CLAIMED, zero)

@@ -1,15 +1,10 @@
 """Experts in one launch of a resident grid: routing, both projections, the sum; for decode.
 
-What it does, phase by phase: kernels/resident_kernel.py. The host asks the driver once how many
-programs are co-resident, takes scratch from the workspace, and launches. Nothing waits for the
-device, so a call can be captured; the first one of a kind compiles and must not be.
+What it does, phase by phase: kernels/resident_kernel.py.
 """
 
-from dataclasses import dataclass
-from typing import Any
-from weakref import WeakKeyDictionary
+from functools import partial
 
-import numpy as np
 import torch
 import triton
 from torch import Tensor
@@ -28,11 +23,9 @@ from ep_runtime.kernels.base import (
     MonolithicExperts,
     RoutingSpec,
 )
-from ep_runtime.kernels.errors import CapacityError, RankFailure
-from ep_runtime.kernels.interpreter import is_interpreting, prepare_launch
-from ep_runtime.kernels.resident_barrier import MAX_PROGRAMS, STATE_WORDS, FailedBarrier
-from ep_runtime.kernels.resident_grid import co_resident_programs
+from ep_runtime.kernels.errors import CapacityError
 from ep_runtime.kernels.resident_kernel import _resident_experts_kernel
+from ep_runtime.kernels.resident_launch import LaunchArguments, ResidentGrid
 from ep_runtime.kernels.resident_tiles import (
     MAX_ROWS,
     ResidentTiles,
@@ -41,30 +34,8 @@ from ep_runtime.kernels.resident_tiles import (
     routed_at_once,
 )
 from ep_runtime.kernels.routing import NORM_EPSILON
-from ep_runtime.kernels.tiles import TMA_ALIGNMENT
 from ep_runtime.kernels.triton_operands import prepare_triton_weights
-from ep_runtime.kernels.workspace import Workspace, aligned_bytes
-
-WAIT_LIMIT_S = 100.0
-# The interpreter runs programs one after another: a second one would be waited for in vain.
-_INTERPRETED_PROGRAMS = 1
-# Of any sm_90 device at most.
-_MAX_MULTIPROCESSORS = 144
-
-
-@dataclass(frozen=True)
-class _Scratch:
-    """Shapes of what a launch takes from the workspace."""
-
-    integers: tuple[int, int]
-    floats: tuple[int, int]
-    activated: tuple[int, int]
-    parts: tuple[int, int]
-
-    def num_bytes(self, dtype: torch.dtype) -> int:
-        sizes = ((self.integers, 4), (self.floats, 4), (self.parts, 4))
-        total = sum(aligned_bytes(a * b * itemsize) for (a, b), itemsize in sizes)
-        return total + aligned_bytes(self.activated[0] * self.activated[1] * dtype.itemsize)
+from ep_runtime.kernels.workspace import Workspace
 
 
 class ResidentExperts(MonolithicExperts):
@@ -93,16 +64,14 @@ class ResidentExperts(MonolithicExperts):
                 "its grid waits for its own programs, which all must be on the device at once",
                 owns="frames of the workspace it is given; barrier words for each workspace, 0 "
                 "between launches; one word of pinned memory for a failure",
+                record="benchmarks/results/audit_resident.json",
             ),
         ),
     )
 
     def __init__(self, shape: ExpertsShape) -> None:
         super().__init__(shape)
-        self.wait_limit_s = WAIT_LIMIT_S
-        self._states: WeakKeyDictionary[Workspace, Tensor] = WeakKeyDictionary()
-        self._num_programs: dict[tuple[object, ...], int] = {}
-        self._record: Tensor | None = None
+        self.grid = RoutingGrid(shape)
 
     def prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
         """Rows that TMA can read; copies only what is not so already."""
@@ -112,46 +81,11 @@ class ResidentExperts(MonolithicExperts):
         """Enough for a call of up to `max_rows` rows, which is at most MAX_ROWS, on any device."""
         if max_rows == 0 or self.shape.num_local_experts == 0:
             return 0
-        most = min(max_rows, MAX_ROWS)
-        heights = {block_rows(rows) for rows in range(1, most + 1)}
-        return max(self._scratch(min(h, most), self._most_programs(h))[0] for h in heights)
-
-    def _most_programs(self, num_rows: int) -> int:
-        """Of a launch of so many rows, on any device."""
-        if is_interpreting():
-            return _INTERPRETED_PROGRAMS
-        tiles = resident_tiles(num_rows, self.shape)
-        return min(tiles.programs_per_sm * _MAX_MULTIPROCESSORS, MAX_PROGRAMS)
-
-    def _scratch(self, num_rows: int, num_programs: int) -> tuple[int, _Scratch]:
-        """Bytes and shapes for a launch of so many rows and programs."""
-        shape, tiles = self.shape, resident_tiles(num_rows, self.shape)
-        block_t = block_rows(num_rows)
-        slots = block_t * triton.next_power_of_2(shape.top_k)
-        block_local = triton.next_power_of_2(shape.num_local_experts)
-        most_active = min(shape.num_local_experts, num_rows * shape.top_k)
-        per_unit = TMA_ALIGNMENT // shape.dtype.itemsize
-        part = max(2 * tiles.gate_up[0], tiles.down[0]) * block_t
-        scratch = _Scratch(
-            integers=(num_programs, slots + 2 * block_local),
-            floats=(num_programs, slots + 2 * block_t),
-            activated=(most_active * block_t, -(-shape.intermediate_size // per_unit) * per_unit),
-            parts=(num_programs, part),
-        )
-        return scratch.num_bytes(shape.dtype), scratch
+        return self.grid.workspace_bytes(max_rows)
 
     def check(self) -> None:
         """Raise RankFailure once a wait inside a launch of this layer has run out."""
-        if self._record is None:
-            return
-        words: np.ndarray[Any, Any] = self._record.numpy()
-        failed = FailedBarrier.from_record(int(words[0]))
-        if failed is not None:
-            raise RankFailure(
-                f"experts resident: {failed} after {self.wait_limit_s:g} s; other work held "
-                f"multiprocessors of the device beside its launch. Outputs since then are NaN. "
-                f"Join all streams before the launch, or choose experts: triton"
-            )
+        self.grid.check()
 
     def run(
         self,
@@ -164,76 +98,66 @@ class ResidentExperts(MonolithicExperts):
         """See `MonolithicExperts.run`. Raises RankFailure once a wait of an earlier call has run
         out, CapacityError for more than MAX_ROWS rows."""
         self.check()
-        num_rows, device = len(hidden_states), hidden_states.device
+        num_rows = len(hidden_states)
         if num_rows > MAX_ROWS:
             raise CapacityError(
                 f"experts resident takes at most {MAX_ROWS} rows at once, not {num_rows}; lower "
                 f"max_tokens_per_rank, or choose experts: triton"
             )
-        output = torch.empty(hidden_states.shape, dtype=self.shape.dtype, device=device)
+        output = torch.empty(
+            hidden_states.shape, dtype=self.shape.dtype, device=hidden_states.device
+        )
         if num_rows == 0 or context.weights.w13.shape[0] == 0:
             return output.zero_()
-        prepare_launch(device)
-        tiles = resident_tiles(num_rows, self.shape)
-        num_programs = self._grid_size(hidden_states, router_logits, context, tiles)
-        with workspace.frame():
-            arguments, constants = self._arguments(
-                hidden_states, router_logits, context, workspace, num_programs, output
-            )
-            _resident_experts_kernel[(num_programs,)](*arguments, **constants)
+        self.grid.run(hidden_states, router_logits, context, workspace, output)
         return output
 
-    def _grid_size(
+
+class RoutingGrid(ResidentGrid):
+    """The resident launches of one layer, which route too; see `ResidentGrid`."""
+
+    experts, instead = "resident", "triton"
+
+    def tiles(self, num_rows: int) -> ResidentTiles:
+        """See `ResidentGrid.tiles`."""
+        return resident_tiles(num_rows, self.shape)
+
+    def run(
         self,
         hidden_states: Tensor,
         router_logits: Tensor,
         context: MonolithicContext,
-        tiles: ResidentTiles,
-    ) -> int:
-        """Programs of a launch: as many as are co-resident; asked once for a kind of launch."""
-        device, num_rows = hidden_states.device, len(hidden_states)
-        if is_interpreting():
-            return _INTERPRETED_PROGRAMS
-        if device.type != "cuda":
-            return 1
-        # What the compiler tells apart beside constants: so much may change the occupancy.
-        kind = (
-            device,
-            num_rows <= routed_at_once(router_logits.shape[1], block_rows(num_rows)),
-            block_rows(num_rows),
-            context.routing,
-            context.correction_bias is None,
-            *(tensor.data_ptr() % 16 == 0 for tensor in (hidden_states, router_logits)),
-            *(stride % 16 for stride in (*hidden_states.stride(), *router_logits.stride())),
+        workspace: Workspace,
+        output: Tensor,
+    ) -> None:
+        """Route and compute all rows, 1 to MAX_ROWS, into `output` [R, H]; one launch."""
+        num_rows, num_experts = router_logits.shape
+        self.launch(
+            _resident_experts_kernel,
+            partial(self._arguments, hidden_states, router_logits, context, output),
+            output=output,
+            kind=(
+                num_rows <= routed_at_once(num_experts, block_rows(num_rows)),
+                context.routing,
+                context.correction_bias is None,
+                *(tensor.data_ptr() % 16 == 0 for tensor in (hidden_states, router_logits)),
+                *(stride % 16 for stride in (*hidden_states.stride(), *router_logits.stride())),
+            ),
+            workspace=workspace,
         )
-        if kind not in self._num_programs:
-            output = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
-            arguments, constants = self._arguments(
-                hidden_states, router_logits, context, Workspace(device), 1, output
-            )
-            compiled = _resident_experts_kernel.warmup(*arguments, grid=(1,), **constants)
-            most = co_resident_programs(compiled, device)
-            multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-            wanted = tiles.programs_per_sm * multiprocessors
-            self._num_programs[kind] = min(most, wanted, MAX_PROGRAMS)
-        return self._num_programs[kind]
 
     def _arguments(
         self,
         hidden_states: Tensor,
         router_logits: Tensor,
         context: MonolithicContext,
+        output: Tensor,
         workspace: Workspace,
         num_programs: int,
-        output: Tensor,
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the kernel is launched with: by position, and by name."""
+    ) -> LaunchArguments:
         shape, weights, routing = self.shape, context.weights, context.routing
         num_rows, num_experts = router_logits.shape
-        tiles, block_t = resident_tiles(num_rows, shape), block_rows(num_rows)
-        at_once = routed_at_once(num_experts, block_t)
-        _, scratch = self._scratch(num_rows, num_programs)
-        activated = workspace.take(scratch.activated, shape.dtype)
+        tiles, at_once = self.tiles(num_rows), routed_at_once(num_experts, block_rows(num_rows))
         logits = router_logits if router_logits.stride(1) == 1 else router_logits.contiguous()
         hidden_size, intermediate_size = shape.hidden_size, shape.intermediate_size
         arguments = (
@@ -248,60 +172,23 @@ class ResidentExperts(MonolithicExperts):
             weights.w13_bias,
             _descriptor(weights.w2, tiles.down),
             weights.w2_bias,
-            workspace.take(scratch.integers, torch.int32),
-            workspace.take(scratch.floats, torch.float32),
-            activated,
-            activated.stride(0),
-            workspace.take(scratch.parts, torch.float32),
-            output,
-            self._state_of(workspace),
-            self._record_on(hidden_states.device),
-            int(self.wait_limit_s * 1e9),
-            num_programs,
-            num_rows,
+            *self.shared_arguments(workspace, num_programs, output),
             num_experts,
             weights.w13.shape[1],
             hidden_size,
             intermediate_size,
             float(routing.routed_scaling_factor),
-            float(shape.activation.alpha),
-            None if shape.activation.limit is None else float(shape.activation.limit),
+            *self.activation_arguments(),
         )
         constants = {
-            "ACTIVATION": shape.activation.kind.value,
             "ROUTING": _routing_constants(routing),
-            "TOP_K": routing.top_k,
-            "BLOCK_SLOTS": triton.next_power_of_2(routing.top_k),
             "BLOCK_ROWS": at_once,
             "BLOCK_EXPERTS": triton.next_power_of_2(num_experts),
-            "BLOCK_LOCAL": triton.next_power_of_2(shape.num_local_experts),
             "ROUTES_ALL": num_rows <= at_once,
-            "BLOCK_T": block_t,
             "GATE_UP": (*tiles.gate_up, hidden_size % tiles.gate_up[1] == 0),
             "DOWN": (*tiles.down, intermediate_size % tiles.down[1] == 0),
-            "MAX_PROGRAMS": MAX_PROGRAMS,
-            "num_warps": tiles.num_warps,
-            "launch_cooperative_grid": True,
         }
-        return arguments, constants
-
-    def _state_of(self, workspace: Workspace) -> Tensor:
-        """The barrier's words for launches of one stream, which a workspace stands for.
-
-        Words first asked for in a capture belong to its graph, which clears them in each replay.
-        """
-        state = self._states.get(workspace)
-        if state is None:
-            state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=workspace.device)
-            if workspace.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-                self._states[workspace] = state
-        return state
-
-    def _record_on(self, device: torch.device) -> Tensor:
-        if self._record is None:
-            is_pinned = device.type == "cuda"
-            self._record = torch.zeros(1, dtype=torch.int64, pin_memory=is_pinned)
-        return self._record
+        return arguments, self.shared_constants(num_rows, routing.top_k) | constants
 
 
 def _dense(tensor: Tensor | None) -> Tensor | None:
@@ -320,7 +207,7 @@ def _descriptor(values: Tensor, tile: tuple[int, int, int]) -> TensorDescriptor:
 
 
 def _routing_constants(spec: RoutingSpec) -> tuple[object, ...]:
-    """What `route_rows` takes from SCORING to GROUP_SCORE."""
+    """ROUTING of `route_rows`."""
     return (
         spec.scoring,
         spec.norm_topk_prob,

@@ -9,10 +9,44 @@ behind a grid barrier, by all programs; `list_experts` makes of it the local exp
 # Triton kernels carry no Python types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from ep_runtime.kernels.routing_choice import LOWEST, best_groups, index_of, rankable
+
+
+class Routed(NamedTuple):
+    """Inside a kernel: rows' slots on this rank.
+
+    ids_ptr: [BLOCK_T, KP] int32 local ids; -1: not here; columns from K on stay unwritten.
+    weights_ptr: [BLOCK_T, KP] float32, in any unit. largest_ptr: [BLOCK_T] float32, the largest
+    magnitude of a row's local weights, in that unit, 0 without any. factors_ptr: [BLOCK_T] float32,
+    what the largest is in the end, normalised and scaled.
+    """
+
+    ids_ptr: Any
+    weights_ptr: Any
+    largest_ptr: Any
+    factors_ptr: Any
+
+
+@triton.jit
+def routing_scratch(
+    integers_ptr,  # [P, BLOCK_T * KP + 2 * BLOCK_LOCAL] int32, of all programs
+    floats_ptr,  # [P, BLOCK_T * (KP + 2)] float32
+    program,
+    BLOCK_K: tl.constexpr,
+    BLOCK_LOCAL: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """A program's `Routed`, and its [2 * BLOCK_LOCAL] int32 for `list_experts`."""
+    SLOTS: tl.constexpr = BLOCK_T * BLOCK_K
+    ids_ptr = integers_ptr + program.to(tl.int64) * (SLOTS + 2 * BLOCK_LOCAL)
+    weights_ptr = floats_ptr + program.to(tl.int64) * (SLOTS + 2 * BLOCK_T)
+    largest_ptr = weights_ptr + SLOTS
+    return Routed(ids_ptr, weights_ptr, largest_ptr, largest_ptr + BLOCK_T), ids_ptr + SLOTS
 
 
 @triton.jit
@@ -25,23 +59,21 @@ def route_rows(
     expert_map_ptr,  # [E] int32: local id, or -1
     num_experts,
     routed_scaling_factor,
-    ids_ptr,  # [BLOCK_T, KP] int32, out: local ids; -1: not here. Columns from K on stay unwritten
-    weights_ptr,  # [BLOCK_T, KP] float32, out: scores, neither normalised nor scaled
-    largest_ptr,  # [BLOCK_T] float32, out: the largest score of a row's local slots, 0 without any
-    factors_ptr,  # [BLOCK_T] float32, out: what that score is, normalised and scaled
-    SCORING: tl.constexpr,
-    NORM_TOPK_PROB: tl.constexpr,
-    NORM_EPSILON: tl.constexpr,
-    N_GROUP: tl.constexpr,
-    BLOCK_GROUPS: tl.constexpr,
-    TOPK_GROUP: tl.constexpr,
-    GROUP_SCORE: tl.constexpr,
+    routed,  # out: `Routed`, weights in scores, neither normalised nor scaled
+    ROUTING: tl.constexpr,  # as it is taken apart here
     TOP_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
 ):
     """Route rows first_row .. first_row + BLOCK_ROWS; those from num_rows on are not routed."""
+    SCORING: tl.constexpr = ROUTING[0]
+    NORM_TOPK_PROB: tl.constexpr = ROUTING[1]
+    NORM_EPSILON: tl.constexpr = ROUTING[2]
+    N_GROUP: tl.constexpr = ROUTING[3]
+    BLOCK_GROUPS: tl.constexpr = ROUTING[4]
+    TOPK_GROUP: tl.constexpr = ROUTING[5]
+    GROUP_SCORE: tl.constexpr = ROUTING[6]
     rows = first_row + tl.arange(0, BLOCK_ROWS)
     experts = tl.arange(0, BLOCK_EXPERTS)
     is_row = rows < num_rows
@@ -94,18 +126,18 @@ def route_rows(
         local = tl.load(expert_map_ptr + best, mask=is_routed, other=-1)
         weight_sum += weight
         largest = tl.where(local >= 0, tl.maximum(largest, weight), largest)
-        tl.store(ids_ptr + rows * BLOCK_K + k, local)
-        tl.store(weights_ptr + rows * BLOCK_K + k, weight)
+        tl.store(routed.ids_ptr + rows * BLOCK_K + k, local)
+        tl.store(routed.weights_ptr + rows * BLOCK_K + k, weight)
     factors = largest
     if NORM_TOPK_PROB:
         factors = factors / (weight_sum + NORM_EPSILON)
-    tl.store(largest_ptr + rows, largest)
-    tl.store(factors_ptr + rows, factors * routed_scaling_factor)
+    tl.store(routed.largest_ptr + rows, largest)
+    tl.store(routed.factors_ptr + rows, factors * routed_scaling_factor)
 
 
 @triton.jit
 def load_slots(
-    ids_ptr,  # [BLOCK_T, KP] of `route_rows`
+    routed,
     num_rows,
     TOP_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -114,17 +146,20 @@ def load_slots(
     """Local ids of all slots, [BLOCK_T * KP]; -1 where there is none."""
     slots = tl.arange(0, BLOCK_T * BLOCK_K)
     is_slot = (slots // BLOCK_K < num_rows) & (slots % BLOCK_K < TOP_K)
-    return tl.load(ids_ptr + slots, mask=is_slot, other=-1)
+    return tl.load(routed.ids_ptr + slots, mask=is_slot, other=-1)
 
 
 @triton.jit
 def list_experts(
     slots,  # of `load_slots`
-    used_ptr,  # [BLOCK_LOCAL] int32, scratch of this program
-    list_ptr,  # [BLOCK_LOCAL] int32, out: local experts that have rows, in rising order
+    used_ptr,  # [2 * BLOCK_LOCAL] int32, scratch of this program
     BLOCK_LOCAL: tl.constexpr,
 ):
-    """How many local experts have rows; BLOCK_LOCAL is a power of two above their number."""
+    """The local experts that have rows, in rising order, and how many they are.
+
+    BLOCK_LOCAL: a power of two, not below the number of local experts.
+    """
+    list_ptr = used_ptr + BLOCK_LOCAL
     experts = tl.arange(0, BLOCK_LOCAL)
     tl.store(used_ptr + experts, tl.zeros([BLOCK_LOCAL], tl.int32))
     tl.debug_barrier()
@@ -133,15 +168,13 @@ def list_experts(
     used = tl.load(used_ptr + experts)
     tl.store(list_ptr + tl.cumsum(used, axis=0) - used, experts, mask=used > 0)
     tl.debug_barrier()
-    return tl.sum(used, axis=0)
+    return list_ptr, tl.sum(used, axis=0)
 
 
 @triton.jit
 def load_ratios(
     expert,
-    ids_ptr,  # of `route_rows`, as all of these
-    weights_ptr,
-    largest_ptr,
+    routed,
     num_rows,
     TOP_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -152,8 +185,8 @@ def load_ratios(
     rows = tl.arange(0, BLOCK_T)
     slots = rows[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
     is_slot = (rows < num_rows)[:, None] & (tl.arange(0, BLOCK_K) < TOP_K)[None, :]
-    is_here = tl.load(ids_ptr + slots, mask=is_slot, other=-1) == expert
-    weights = tl.where(is_here, tl.load(weights_ptr + slots, mask=is_slot, other=0.0), 0.0)
-    largest = tl.load(largest_ptr + rows, mask=rows < num_rows, other=0.0)
+    is_here = tl.load(routed.ids_ptr + slots, mask=is_slot, other=-1) == expert
+    weights = tl.where(is_here, tl.load(routed.weights_ptr + slots, mask=is_slot, other=0.0), 0.0)
+    largest = tl.load(routed.largest_ptr + rows, mask=rows < num_rows, other=0.0)
     ratios = tl.sum(weights, axis=1) / tl.where(largest > 0, largest, 1.0)
     return tl.max(is_here.to(tl.int32), axis=1) > 0, ratios

@@ -16,7 +16,8 @@ from ep_runtime.distributed import EPContext, init_distributed
 from ep_runtime.kernels.errors import PlanError, RankFailure
 from ep_runtime.kernels.interpreter import is_interpreting
 from ep_runtime.kernels.resident_barrier import ACTIVATED
-from ep_runtime.kernels.resident_experts import ResidentExperts
+from ep_runtime.kernels.resident_experts import ResidentExperts, RoutingGrid
+from ep_runtime.kernels.resident_launch import LaunchArguments
 from ep_runtime.launch.seeded_layer import SeededWeights
 from ep_runtime.layer import MoELayer
 from ep_runtime.machine import Machine
@@ -195,13 +196,13 @@ LIMIT_S, HOLD_S = 0.25, 1.5
 
 def _start_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver may hold back a cooperative grid as a whole, so launch another."""
-    arguments_of = ResidentExperts._arguments
+    arguments_of = RoutingGrid._arguments
 
-    def not_cooperative(self: ResidentExperts, *arguments: Any) -> Any:
+    def not_cooperative(self: RoutingGrid, *arguments: Any) -> LaunchArguments:
         positional, constants = arguments_of(self, *arguments)
         return positional, constants | {"launch_cooperative_grid": False}
 
-    monkeypatch.setattr(ResidentExperts, "_arguments", not_cooperative)
+    monkeypatch.setattr(RoutingGrid, "_arguments", not_cooperative)
 
 
 def _occupied_layer(ctx: EPContext, monkeypatch: pytest.MonkeyPatch) -> tuple[MoELayer, Tensor]:
@@ -223,7 +224,7 @@ def _occupied_layer(ctx: EPContext, monkeypatch: pytest.MonkeyPatch) -> tuple[Mo
     monkeypatch.setattr(SharedExpert, "run", occupied)
     experts = layer.experts
     assert isinstance(experts, ResidentExperts)
-    experts.wait_limit_s = LIMIT_S
+    experts.grid.wait_limit_s = LIMIT_S
     assert layer.plan.regime(8).schedule == "aux_stream_before_experts"
     return layer, expected
 
@@ -274,8 +275,8 @@ def test_the_context_tells_of_a_barrier_that_was_waited_for_in_vain() -> None:
     ctx.check()
     experts = layer.experts
     assert isinstance(experts, ResidentExperts)
-    assert experts._record is not None
-    experts._record[0] = ACTIVATED << 48 | 1 << 24 | 2
+    assert experts.grid._record is not None
+    experts.grid._record[0] = ACTIVATED << 48 | 1 << 24 | 2
     for end in (ctx.check, ctx.close):
         with pytest.raises(RankFailure, match=r"experts resident: .* 1 of 2 programs"):
             end()

@@ -91,7 +91,7 @@ def run_several_programs(
     seed: int = 0,
     is_held: Callable[[int, int], bool] = lambda program, reads: False,
 ) -> None:
-    """From now on a launch of the resident kernel has `count` programs, which run by turns."""
+    """From now on a launch of a resident grid has `count` programs, which run by turns."""
     current: list[Programs] = []
 
     class Executor(interpreter.GridExecutor):  # type: ignore[misc]
@@ -110,7 +110,7 @@ def run_several_programs(
             self.fn = add
 
     monkeypatch.setattr(interpreter, "GridExecutor", Executor)
-    monkeypatch.setattr("ep_runtime.kernels.resident_experts._INTERPRETED_PROGRAMS", count)
+    monkeypatch.setattr("ep_runtime.kernels.resident_launch._INTERPRETED_PROGRAMS", count)
     monkeypatch.setattr(
         "ep_runtime.kernels.resident_barrier.read_clock", lambda: current[0].read_clock()
     )

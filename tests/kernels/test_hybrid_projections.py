@@ -16,6 +16,7 @@ from ep_runtime.kernels.hybrid_tiers import NF3, NVFP4, pack_hybrid_weights, tie
 from ep_runtime.kernels.interpreter import prepare_launch
 from ep_runtime.kernels.quant.dequantize import dequantize
 from ep_runtime.kernels.quant.scheme import QuantizedTensor
+from ep_runtime.kernels.resident_shares import Sizes
 from tests.kernels.cases import ExpertsCase
 from tests.kernels.hybrid_cases import HybridCase
 from tests.tolerances import relative_error
@@ -49,34 +50,26 @@ def _gate_up_kernel(
     hidden_size,
     intermediate_size,
     BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     gate, up = multiply_gate_up_hybrid(
         (
             (words, scales_ptr, num_groups),
             (nf3_words, nf3_scales_ptr, nf3_groups),
-            rows_per_expert,
             global_scales_ptr,
             2,
         ),
-        x_ptr,
-        hidden_size,
-        1,
+        (x_ptr, hidden_size, 1),
         number,
         block,
         first,
         last,
-        num_rows,
-        hidden_size,
-        intermediate_size,
+        Sizes(num_rows, hidden_size, intermediate_size, rows_per_expert),
         True,
-        False,
         BLOCK_T,
-        BLOCK_N,
-        BLOCK_K,
-        1,
+        TILE,
     )
+    BLOCK_N: tl.constexpr = TILE[0]
     inside = tl.arange(0, BLOCK_N)[:, None] * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
     tl.store(out_ptr + inside, gate)
     tl.store(out_ptr + BLOCK_N * BLOCK_T + inside, up)
@@ -101,8 +94,7 @@ def _down_kernel(
     hidden_size,
     intermediate_size,
     BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     result = multiply_down_hybrid(
         (
@@ -112,20 +104,16 @@ def _down_kernel(
             2,
             active_nvfp4,
         ),
-        activated_ptr,
-        intermediate_size,
+        (activated_ptr, intermediate_size),
         list_ptr,
         block,
         first,
         last,
-        hidden_size,
-        intermediate_size,
-        False,
+        Sizes(BLOCK_T, hidden_size, intermediate_size, 0),
         BLOCK_T,
-        BLOCK_N,
-        BLOCK_K,
-        1,
+        TILE,
     )
+    BLOCK_N: tl.constexpr = TILE[0]
     inside = tl.arange(0, BLOCK_N)[:, None] * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
     tl.store(out_ptr + inside, result)
 
@@ -168,8 +156,7 @@ def test_parts_of_a_first_projections_steps_add_up(
                 544,
                 288,
                 BLOCK_T=BLOCK_T,
-                BLOCK_N=BLOCK_N,
-                BLOCK_K=STEP,
+                TILE=(BLOCK_N, STEP, 1),
             )
             total += out
         found = total[:, : exact.shape[1]]
@@ -209,8 +196,7 @@ def test_parts_of_a_second_projections_steps_add_up_over_both_tiers(
                 544,
                 288,
                 BLOCK_T=BLOCK_T,
-                BLOCK_N=BLOCK_N,
-                BLOCK_K=STEP,
+                TILE=(BLOCK_N, STEP, 1),
             )
             total += out
         assert relative_error(total[:32], exact) < 1e-6

@@ -100,7 +100,7 @@ def test_programs_that_share_sums_and_wait_for_each_other_give_the_same(
         hold_to_float32(call, outputs[-1])
     assert torch.equal(outputs[0], outputs[1]), "the order of programs shows in the result"
     assert relative_error(outputs[0], alone) < 1e-2
-    (state,) = kernel._states.values()
+    (state,) = kernel.grid._states.values()
     assert not state.any(), "the last program clears the barrier's words"
 
 
@@ -122,7 +122,7 @@ def test_a_barrier_that_is_waited_for_in_vain_ends_in_an_error_that_names_it(
     run_several_programs(monkeypatch, 3, is_held=lambda program, reads: program == 0 and reads < 99)
     call, workspace = ResidentCall.random(replace(SMALL, num_rows=5), CPU), Workspace(CPU)
     kernel = ResidentExperts(call.case.shape)
-    kernel.wait_limit_s = 0.02
+    kernel.grid.wait_limit_s = 0.02
     output = call.run(kernel, workspace)
     assert output.isnan().all()
     named = re.escape("grid barrier behind the routing (phase 1 of 4): 2 of 3 programs")
@@ -130,7 +130,7 @@ def test_a_barrier_that_is_waited_for_in_vain_ends_in_an_error_that_names_it(
         kernel.check()
     with pytest.raises(RankFailure, match=named):
         call.run(kernel, workspace)
-    (state,) = kernel._states.values()
+    (state,) = kernel.grid._states.values()
     assert not state.any(), "also then the next launch finds the words as it needs them"
 
 
@@ -145,7 +145,7 @@ def test_a_shared_sum_that_is_waited_for_in_vain_ends_in_an_error_that_names_it(
     case = replace(SMALL, routing=RoutingSpec(1, 1), num_local_experts=1, intermediate_size=16)
     call = ResidentCall.random(replace(case, hidden_size=128), CPU)
     kernel = ResidentExperts(call.case.shape)
-    kernel.wait_limit_s = 0.02
+    kernel.grid.wait_limit_s = 0.02
     assert call.run(kernel, Workspace(CPU)).isnan().all()
     with pytest.raises(RankFailure, match=r"shared sum of the first projection .*: 1 of 2 "):
         kernel.check()

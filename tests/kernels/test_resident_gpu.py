@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ep_runtime.kernels.base import RoutingSpec
 from ep_runtime.kernels.errors import RankFailure
-from ep_runtime.kernels.resident_experts import ResidentExperts
+from ep_runtime.kernels.resident_experts import ResidentExperts, RoutingGrid
+from ep_runtime.kernels.resident_launch import LaunchArguments
 from ep_runtime.kernels.workspace import Workspace
 from tests.kernels.occupant import num_multiprocessors, occupy
 from tests.kernels.resident_cases import ResidentCall, ResidentCase
@@ -64,7 +65,7 @@ def test_repeated_runs_are_bit_equal() -> None:
     for _ in range(300):
         assert torch.equal(call.run(kernel, workspace), first)
     kernel.check()
-    (state,) = kernel._states.values()
+    (state,) = kernel.grid._states.values()
     assert not state.any()
 
 
@@ -110,7 +111,7 @@ def test_a_capture_in_a_workspace_that_is_new_owns_its_barrier() -> None:
     graph, workspace = torch.cuda.CUDAGraph(), Workspace(DEVICE, kernel.workspace_bytes(8))
     with torch.cuda.graph(graph):
         captured = call.run(kernel, workspace)
-    assert workspace not in kernel._states
+    assert workspace not in kernel.grid._states
     for _ in range(3):
         captured.zero_()
         graph.replay()
@@ -121,7 +122,7 @@ def test_the_grid_is_what_the_driver_says_is_co_resident() -> None:
     call = ResidentCall.random(LARGE, DEVICE)
     kernel = ResidentExperts(LARGE.shape)
     call.run(kernel)
-    assert list(kernel._num_programs.values()) == [num_multiprocessors()]
+    assert list(kernel.grid._num_programs.values()) == [num_multiprocessors()]
 
 
 def test_a_call_never_waits_for_the_device() -> None:
@@ -141,21 +142,22 @@ def test_a_call_never_waits_for_the_device() -> None:
 LIMIT_S, HOLD_S = 0.25, 1.5
 
 
-class NotCooperative(ResidentExperts):
+class NotCooperative(RoutingGrid):
     """Its programs start as they find room, so that some wait for others that have not started."""
 
-    def _arguments(self, *arguments: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _arguments(self, *arguments: Any) -> LaunchArguments:
         positional, constants = super()._arguments(*arguments)
         return positional, constants | {"launch_cooperative_grid": False}
 
 
-def _run_beside_an_occupant(kernel: ResidentExperts, call: ResidentCall) -> tuple[Tensor, float]:
+def _run_beside_an_occupant(
+    kernel: ResidentExperts, call: ResidentCall, workspace: Workspace
+) -> tuple[Tensor, float]:
     """The output, and the seconds until it was there; half of the multiprocessors are held."""
-    workspace = Workspace(DEVICE, kernel.workspace_bytes(8))
     call.run(kernel, workspace)
     occupy(1, 0.0)
     torch.cuda.synchronize()
-    kernel.wait_limit_s = LIMIT_S
+    kernel.grid.wait_limit_s = LIMIT_S
     other = torch.cuda.Stream()
     with torch.cuda.stream(other):
         occupy(num_multiprocessors() // 2, HOLD_S)
@@ -168,14 +170,16 @@ def _run_beside_an_occupant(kernel: ResidentExperts, call: ResidentCall) -> tupl
 
 def test_programs_without_a_multiprocessor_are_waited_for_so_long_and_named() -> None:
     call = ResidentCall.random(LARGE, DEVICE)
-    kernel = NotCooperative(LARGE.shape)
-    output, seconds = _run_beside_an_occupant(kernel, call)
+    kernel = ResidentExperts(LARGE.shape)
+    kernel.grid = NotCooperative(LARGE.shape)
+    workspace = Workspace(DEVICE, kernel.workspace_bytes(8))
+    output, seconds = _run_beside_an_occupant(kernel, call, workspace)
     assert output.isnan().any()
     assert seconds < HOLD_S + 1, "the grid ends once the occupant has"
     total = num_multiprocessors()
     with pytest.raises(RankFailure, match=rf"resident: .* \(phase \d of 4\): \d+ of {total} "):
         kernel.check()
-    (state,) = kernel._states.values()
+    state = kernel.grid._states[workspace]
     assert not state.any(), "the programs that came late have cleared the words"
 
 
@@ -183,7 +187,8 @@ def test_a_cooperative_launch_beside_an_occupant_is_right_or_an_error() -> None:
     """Which of the two is the driver's: it may hold back the whole grid."""
     call = ResidentCall.random(LARGE, DEVICE)
     kernel = ResidentExperts(LARGE.shape)
-    output, seconds = _run_beside_an_occupant(kernel, call)
+    workspace = Workspace(DEVICE, kernel.workspace_bytes(8))
+    output, seconds = _run_beside_an_occupant(kernel, call, workspace)
     assert seconds < HOLD_S + 1
     if output.isnan().any():
         with pytest.raises(RankFailure, match=r"resident: .* programs"):
