@@ -156,6 +156,7 @@ class AllToAllBackend:
             "tests/ep_runtime/test_audit_streams.py"
             "::test_the_real_code_orders_everything_under_every_schedule",
             owns="each call's buffers, held by its Pending; NCCL's streams, one set a group",
+            record="benchmarks/results/audit_triton.json",
         ),
     )
 

@@ -44,6 +44,7 @@ class LocalBackend:
             "tests/ep_runtime/test_audit_streams.py"
             "::test_the_real_code_orders_everything_under_every_schedule",
             owns="nothing; it launches no communication",
+            record="benchmarks/results/audit_triton.json",
         ),
     )
 

@@ -69,6 +69,7 @@ class NaiveBackend:
             "tests/ep_runtime/test_audit_streams.py"
             "::test_the_real_code_orders_everything_under_every_schedule",
             owns="each call's buffers, joined before it returns; NCCL's streams, one set a group",
+            record="benchmarks/results/audit_triton.json",
         ),
     )
 

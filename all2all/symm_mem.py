@@ -265,6 +265,7 @@ class SymmMemBackend:
             "::test_the_combine_runs_beside_work_issued_in_its_window",
             owns="two slots with arrival counters and an epoch, held from dispatch to the join of "
             "combine; one communication stream and its events",
+            record="benchmarks/results/audit_triton.json",
         ),
     )
 

@@ -1,10 +1,10 @@
 """Co-run stress: an experts kernel beside company on a second stream, bit-compared with alone.
 
 Company is a synthetic occupant that holds 1 to all multiprocessors (kernels/occupant.py), the
-layer's shared expert, or the same kernel once more in a workspace of its own. Which, how much, for
-how long, and who comes first is a seeded schedule. A call whose kernel is not certified for its
-number of rows is joined with its company, as the plan does; `unjoined` runs it beside all the same,
-to see whether its class could be another.
+layer's shared expert, or the same kernel once more on other rows in a workspace of its own. Which,
+how much, for how long, and who comes first is a seeded schedule. A call whose kernel is not
+certified for its number of rows is joined with its company, as the plan does; `unjoined` runs it
+beside all the same, to see whether its class could be another.
 """
 
 import random
@@ -42,7 +42,8 @@ class Company(StrEnum):
 
 @dataclass(frozen=True)
 class CoRunStep:
-    """One iteration. call: index of the kernel's call, company_call: of the same kernel's other.
+    """One iteration. call: index of the kernel's call, company_call: of the same kernel's other,
+    which has other rows, so that results which change places are seen.
 
     num_multiprocessors, duration_us: of an occupant. kernel_delay_us: the kernel's stream spins so
     long before it.
@@ -157,15 +158,20 @@ class CoRun:
         most = layer.plan.parallel.max_tokens_per_rank
         given = [random_rows(moe, device, n, seed + n) for n in CO_RUN_ROWS if n <= most]
         self.calls: list[KernelCall] = []
+        self._company_calls: list[KernelCall] = []
         for rows in given:
             step(f"{len(rows)} rows of {layer.plan.experts}, alone")
             self.calls.append(capture_call(layer, rows))
+            self._company_calls.append(capture_call(layer, rows.flip(1)))
         num_bytes = layer.experts.workspace_bytes(most)
         self._workspaces = [Workspace(device, num_bytes) for _ in range(2)]
         self._shared, self._shared_rows = layer.shared, given[min(2, len(given) - 1)]
         self.num_wrong = torch.zeros(2, dtype=torch.int64, device=device)
         self.streams = [gpu.cuda.Stream(device) for _ in range(2)]
-        self.wanted = [call.bits(self._kernel(call, 0)) for call in self.calls]
+        self.wanted, self._wanted_of_company = (
+            [call.bits(self._kernel(call, 0)) for call in calls]
+            for calls in (self.calls, self._company_calls)
+        )
         self.faults: list[str] = []
         for rows, call, wanted in zip(given, self.calls, self.wanted, strict=True):
             if not torch.equal(call.bits(self._kernel(call, 0)), wanted):
@@ -218,8 +224,9 @@ class CoRun:
                 done = self.gpu.occupy(step.num_multiprocessors, step.duration_us)
                 self._count(1, done, torch.ones_like(done))
             elif step.company is Company.SAME_KERNEL:
-                call = self.calls[step.company_call]
-                self._count(1, call.bits(self._kernel(call, 1)), self.wanted[step.company_call])
+                call = self._company_calls[step.company_call]
+                found = call.bits(self._kernel(call, 1))
+                self._count(1, found, self._wanted_of_company[step.company_call])
             elif self._wanted_shared is not None:
                 self._count(1, self._run_shared(), self._wanted_shared)
 

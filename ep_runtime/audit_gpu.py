@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from ep_runtime.audit_stand_ins import collectives_on_their_own_stream
-from ep_runtime.audit_streams import AuditCase
+from ep_runtime.audit_streams import AuditCase, scheme_of_fewer
 from ep_runtime.config import MoEConfig, ParallelConfig, SharedExpertsConfig
 from ep_runtime.distributed import init_distributed
 from ep_runtime.layer import MoELayer
@@ -144,13 +144,15 @@ class GpuSite:
 def gpu_config(moe: MoEConfig) -> MoEConfig:
     """The same structure, cut to sizes of which thousands of calls take seconds."""
     per_group = max(2, -(-2 * moe.top_k // moe.topk_group), MAX_EXPERTS // moe.n_group)
+    num_experts = min(moe.num_experts, moe.n_group * per_group)
     return MoEConfig.model_validate(
         moe.model_dump()
         | {
             "hidden_size": min(moe.hidden_size, MAX_HIDDEN_SIZE),
             "moe_intermediate_size": min(moe.moe_intermediate_size, MAX_INTERMEDIATE_SIZE),
             "shared_intermediate_size": min(moe.shared_intermediate_size, MAX_INTERMEDIATE_SIZE),
-            "num_experts": min(moe.num_experts, moe.n_group * per_group),
+            "num_experts": num_experts,
+            "quantization": scheme_of_fewer(moe, num_experts),
         }
     )
 

@@ -3,7 +3,9 @@
 The sanitizer sees every operator of torch with what its schema reads and writes, the events that
 order streams, and the allocator. Our kernels come to it as operators too (kernels/observed.py).
 It tells tensors apart by the address of their first byte: two views of one storage that begin at
-different places are different to it. The audit on a CPU goes by bytes.
+different places are different to it. The audit on a CPU goes by bytes. Tensors without memory have
+no address: it goes by Python's id(), which later ones are given again, so that two of them on two
+streams look like a race. They are left out here, since nobody reads or writes them.
 """
 
 import io
@@ -33,7 +35,23 @@ def sanitizer_mode() -> tuple[Any, type[Exception]]:
     """The sanitizer's dispatch mode, of which a process has one, and the error that it raises."""
     from torch.cuda import _sanitizer
 
+    leave_out_empty_tensors(_sanitizer)
     return _sanitizer.cuda_sanitizer.dispatch, _sanitizer.CUDASanitizerErrors
+
+
+def leave_out_empty_tensors(sanitizer: Any) -> None:
+    """Have `torch.cuda._sanitizer` look at arguments with memory alone; again changes nothing."""
+    if getattr(sanitizer.ArgumentHandler, "leaves_out_empty", False):
+        return
+
+    class WithMemory(sanitizer.ArgumentHandler):  # type: ignore[misc]
+        leaves_out_empty = True
+
+        def _handle_argument(self, value: Any, *arguments: Any, **keywords: Any) -> None:
+            if not (isinstance(value, Tensor) and value.is_cuda and value.data_ptr() == 0):
+                super()._handle_argument(value, *arguments, **keywords)
+
+    sanitizer.ArgumentHandler = WithMemory
 
 
 def describe_races(error: Exception) -> list[str]:

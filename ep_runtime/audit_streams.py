@@ -30,6 +30,7 @@ from ep_runtime.config import MoEConfig, ParallelConfig, SharedExpertsConfig
 from ep_runtime.distributed import EPContext, init_distributed
 from ep_runtime.kernels.base import Concurrency, ExpertsKind, concurrency_rule, stricter
 from ep_runtime.kernels.errors import EPRuntimeError
+from ep_runtime.kernels.quant.scheme import QuantScheme
 from ep_runtime.kernels.registry import experts_class, experts_names
 from ep_runtime.layer import MoELayer
 from ep_runtime.machine import Machine, TritonMode
@@ -84,10 +85,6 @@ def audited_config(moe: MoEConfig) -> MoEConfig:
     most = _MAX_QUANTIZED_SIZE if moe.quantization.is_quantised else _MAX_SIZE
     per_group = max(2, -(-2 * moe.top_k // moe.topk_group))
     num_experts = min(moe.num_experts, moe.n_group * per_group)
-    quantization = moe.quantization
-    if quantization.nvfp4_experts:  # experts of both tiers are left
-        kept = tuple(range(0, num_experts, 2))
-        quantization = replace(quantization, nvfp4_experts=kept)
     return MoEConfig.model_validate(
         moe.model_dump()
         | {
@@ -95,9 +92,16 @@ def audited_config(moe: MoEConfig) -> MoEConfig:
             "moe_intermediate_size": min(moe.moe_intermediate_size, most),
             "shared_intermediate_size": min(moe.shared_intermediate_size, most),
             "num_experts": num_experts,
-            "quantization": quantization,
+            "quantization": scheme_of_fewer(moe, num_experts),
         }
     )
+
+
+def scheme_of_fewer(moe: MoEConfig, num_experts: int) -> QuantScheme:
+    """The layer's scheme with so many experts left; of a hybrid, every second one is in NVFP4."""
+    if not moe.quantization.nvfp4_experts or num_experts == moe.num_experts:
+        return moe.quantization
+    return replace(moe.quantization, nvfp4_experts=tuple(range(0, num_experts, 2)))
 
 
 def audited_machine(*, with_triton: bool) -> Machine:

@@ -27,6 +27,7 @@ class SharedExpert(nn.Module):
             Concurrency.CERTIFIED,
             "tests/ep_runtime/test_shared_expert.py::test_two_streams_do_not_disturb_each_other",
             owns="scratch from torch's allocator and the library's workspace, one for each stream",
+            record="benchmarks/results/audit_triton.json",
         ),
     )
 

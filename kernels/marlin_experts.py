@@ -87,6 +87,7 @@ class MarlinExperts(ModularExperts):
                 "a program of marlin's GEMM waits, holding its multiprocessor, for those with "
                 "higher numbers, so launches that are each partly on the device can wait for ever; "
                 "its locks are one launch's at a time",
+                record="benchmarks/results/audit_marlin.json",
             ),
         ),
     )

@@ -52,6 +52,7 @@ class ReferenceExperts(ModularExperts):
                 Concurrency.CERTIFIED,
                 "tests/kernels/test_reference_experts.py::test_calls_share_no_state",
                 owns="scratch from torch's allocator, of the current stream",
+                record="benchmarks/results/audit_reference.json",
             ),
         ),
     )

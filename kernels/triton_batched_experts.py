@@ -75,6 +75,7 @@ class TritonBatchedExperts(ModularExperts):
                 "tests/kernels/test_triton_batched_experts.py"
                 "::test_two_streams_do_not_disturb_each_other",
                 owns="frames of the workspace it is given; no lock, no buffer between calls",
+                record="benchmarks/results/audit_triton_batched.json",
             ),
         ),
     )

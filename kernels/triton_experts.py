@@ -68,6 +68,7 @@ class TritonExperts(ModularExperts):
                 Concurrency.CERTIFIED,
                 "tests/kernels/test_triton_experts.py::test_two_streams_do_not_disturb_each_other",
                 owns="frames of the workspace it is given; no lock, no buffer between calls",
+                record="benchmarks/results/audit_triton.json",
             ),
         ),
     )

@@ -1,5 +1,6 @@
 """`ep-runtime audit streams --device cuda`: sanitizer, allocator stress and co-run stress."""
 
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -83,7 +84,10 @@ def _options(given: Mapping[str, Any]) -> GpuAuditOptions:
 
 
 class GpuReport:
-    """Results as they come, as a table and JSON in the end, or when something hangs."""
+    """Results as they come: JSON after each, a table in the end or when something hangs.
+
+    A run that is ended from outside so leaves what it had, which has not passed.
+    """
 
     def __init__(
         self,
@@ -99,10 +103,12 @@ class GpuReport:
 
     def add(self, result: GpuResult) -> None:
         self.results.append(result)
+        self._write_json(None, is_complete=False)
 
     def hang(self, step: str, limit_s: float) -> None:
         """A step has not ended: write what there is."""
-        self._write({"step": step, "limit_s": limit_s})
+        self._write_json({"step": step, "limit_s": limit_s}, is_complete=False)
+        self._print()
         self._console.print(
             f"FAILED: it hangs: {step} has not ended after {limit_s:g} s", markup=False
         )
@@ -113,7 +119,8 @@ class GpuReport:
         if all(result.skip_reason for result in self.results):
             reasons = "; ".join(sorted({str(result.skip_reason) for result in self.results}))
             raise ConfigError(f"no backend and experts kernel could be audited: {reasons}")
-        self._write(None)
+        self._write_json(None, is_complete=True)
+        self._print()
         passed = self.passed
         self._console.print("nothing was found" if passed else "FAILED: see above")
         return 0 if passed else 1
@@ -122,14 +129,16 @@ class GpuReport:
     def passed(self) -> bool:
         return all(result.passed for result in self.results)
 
-    def _write(self, hang: dict[str, Any] | None) -> None:
+    def _print(self) -> None:
         print_gpu_results(self._gpu_name, self._moe, self.results, self._console)
+
+    def _write_json(self, hang: dict[str, Any] | None, *, is_complete: bool) -> None:
         write_json(
             self._json_file,
             {
                 "schema_version": SCHEMA_VERSION,
                 "command": "audit streams",
-                "command_line": sys.argv,
+                "command_line": shlex.join(["ep-runtime", *sys.argv[1:]]),
                 "device": "cuda",
                 "gpu": self._gpu_name,
                 "environment": describe_versions(),
@@ -138,7 +147,8 @@ class GpuReport:
                 "checks": [_as_json(result) for result in self.results],
                 "hang": hang,
                 "cannot_see": list(GPU_CANNOT_SEE),
-                "passed": hang is None and self.passed,
+                "is_complete": is_complete,
+                "passed": is_complete and self.passed,
             },
         )
 

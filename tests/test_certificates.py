@@ -1,10 +1,12 @@
-"""Every certificate names a test that exists, and the state that its owner has."""
+"""Every certificate names a test that exists, the state that its owner has, and the record of an
+audit that was of that owner and found nothing."""
 
 import ast
 import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,18 +40,22 @@ CERTIFICATES: dict[str, tuple[ConcurrencyRule, ...]] = {
 
 def fault_of(rule: ConcurrencyRule, owner: str) -> str | None:
     """Why a certificate is none; None where it stands, or claims nothing."""
-    if rule.concurrency is not Concurrency.CERTIFIED:
-        return None
-    path, separator, test = rule.evidence.partition("::")
-    if not separator or test not in _tests_of(path):
-        return f"{rule.evidence} is not a test"
-    if not rule.owns.strip():
-        return "it does not say what state is owned"
-    return _fault_of_record(rule.record, owner) if rule.record else None
+    if rule.concurrency is Concurrency.CERTIFIED:
+        path, separator, test = rule.evidence.partition("::")
+        if not separator or test not in _tests_of(path):
+            return f"{rule.evidence} is not a test"
+        if not rule.owns.strip():
+            return "it does not say what state is owned"
+    return _fault_of_record(rule, owner) if rule.record else None
 
 
-def _fault_of_record(path: str, owner: str) -> str | None:
-    """Why a record of the audit on a GPU does not show it; None where it does."""
+def _fault_of_record(rule: ConcurrencyRule, owner: str) -> str | None:
+    """Why a record of the audit on a GPU does not show it; None where it does.
+
+    A kernel that is certified had company in it, another was joined; of an UNSAFE one any result is
+    evidence.
+    """
+    path = rule.record
     try:
         record = json.loads((ROOT / path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -57,11 +63,16 @@ def _fault_of_record(path: str, owner: str) -> str | None:
     kind, _, name = owner.rpartition(" ")
     ran = [check for check in record["checks"] if check["skip_reason"] is None]
     own = [check for check in ran if kind == "the shared" or name == check.get(kind)]
-    if record["device"] != "cuda" or not record["passed"] or not own:
-        return f"{path} is not of a clean run of {owner} on a GPU"
-    co_runs = [check for check in own if check["check"] == "co_run"]
-    if kind == "experts" and not any(not check["joined"] for check in co_runs):
-        return f"{path} has no co-run of {owner}"
+    if record["device"] != "cuda" or not own:
+        return f"{path} is not of a run of {owner} on a GPU"
+    if rule.concurrency is Concurrency.UNSAFE:
+        return None
+    if not record["passed"]:
+        return f"{path} is not of a clean run of {owner}"
+    wanted = rule.concurrency is not Concurrency.CERTIFIED
+    joined = [check["joined"] for check in own if check["check"] == "co_run"]
+    if kind == "experts" and wanted not in joined:
+        return f"{path} has no co-run of {owner} {'joined with' if wanted else 'beside'} others"
     return None
 
 
@@ -91,9 +102,16 @@ def test_the_page_has_each_certificate(owner: str) -> None:
     assert len(own) == 1, f"{PAGE} has {len(own)} rows for {owner}"
     for rule in CERTIFICATES[owner]:
         assert rule.concurrency.upper() in own[0]
+        assert rule.record in own[0]
         if rule.concurrency is Concurrency.CERTIFIED:
             assert rule.evidence in own[0]
-            assert rule.record in own[0]
+
+
+@pytest.mark.parametrize("owner", [name for name in CERTIFICATES if name.startswith("experts ")])
+def test_a_record_of_a_kernels_audit_is_cited(owner: str) -> None:
+    path = f"benchmarks/results/audit_{owner.rpartition(' ')[2]}.json"
+    if (ROOT / path).exists():
+        assert {rule.record for rule in CERTIFICATES[owner]} == {path}
 
 
 HERE = "tests/test_certificates.py::test_a_kernel_without_a_certificate_is_unsafe"
@@ -122,16 +140,21 @@ def test_a_certificate_without_substance_is_refused(
     ("changes", "fault"),
     [
         ({}, None),
-        ({"device": "cpu"}, "clean run"),
+        ({"device": "cpu"}, "of a run of experts x on a GPU"),
         ({"passed": False}, "clean run"),
-        ({"experts": "reference"}, "clean run"),
-        ({"skip_reason": "it needs a package"}, "clean run"),
-        ({"joined": True}, "no co-run"),
+        ({"experts": "reference"}, "of a run of experts x on a GPU"),
+        ({"skip_reason": "it needs a package"}, "of a run of experts x on a GPU"),
+        ({"joined": True}, "no co-run of experts x beside others"),
         ({"check": "sanitizer"}, "no co-run"),
+        ({"class": Concurrency.EXCLUSIVE}, "no co-run of experts x joined with others"),
+        ({"class": Concurrency.EXCLUSIVE, "joined": True}, None),
+        ({"class": Concurrency.EXCLUSIVE, "joined": True, "passed": False}, "clean run"),
+        ({"class": Concurrency.UNSAFE, "passed": False}, None),
+        ({"class": Concurrency.UNSAFE, "experts": "y"}, "of a run of experts x on a GPU"),
     ],
 )
-def test_a_record_is_of_a_clean_run_of_that_kernel_beside_company(
-    changes: dict[str, object], fault: str | None, tmp_path: Path
+def test_a_record_is_of_a_run_of_that_kernel_as_its_class_says(
+    changes: dict[str, Any], fault: str | None, tmp_path: Path
 ) -> None:
     check = {"check": "co_run", "experts": "x", "joined": False, "skip_reason": None}
     check |= {key: value for key, value in changes.items() if key in check}
@@ -139,7 +162,8 @@ def test_a_record_is_of_a_clean_run_of_that_kernel_beside_company(
     record |= {key: value for key, value in changes.items() if key in record}
     path = tmp_path / "record.json"
     path.write_text(json.dumps(record))
-    rule = ConcurrencyRule(None, Concurrency.CERTIFIED, HERE, "nothing", record=str(path))
+    concurrency = changes.get("class", Concurrency.CERTIFIED)
+    rule = ConcurrencyRule(None, concurrency, HERE, "nothing", record=str(path))
     found = fault_of(rule, "experts x")
     assert (found is None) if fault is None else fault in str(found)
     missing = replace(rule, record="benchmarks/results/no_such_record.json")

@@ -136,8 +136,9 @@ TRACED = MoEConfig(
     dtype="bfloat16",
 )
 NUM_RANKS, NUM_TOKENS = 2, 2048
-# Programs of a put on the communication stream: of few it takes long, and leaves the rest free.
-LIMITS = SymmMemLimits(wait_limit_s=20, put_programs=16, combine_programs=16)
+# Programs of a put on the communication stream: of two it takes longer than the other rank's
+# experts, which hold all multiprocessors of the GPU that both share.
+LIMITS = SymmMemLimits(wait_limit_s=20, put_programs=2, combine_programs=2)
 
 
 def trace_layer(overlap: str = "auto") -> tuple[Plan, list[KernelSpan]]:

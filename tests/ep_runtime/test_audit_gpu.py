@@ -21,6 +21,7 @@ from ep_runtime.audit_gpu import (
     GpuSite,
     gpu_config,
     gpu_layer,
+    plan_gpu_case,
     takes_of,
 )
 from ep_runtime.audit_gpu_checks import (
@@ -38,6 +39,7 @@ from ep_runtime.config import MoEConfig
 from ep_runtime.kernels.base import Concurrency
 from ep_runtime.kernels.errors import ConfigError
 from ep_runtime.kernels.interpreter import is_interpreting
+from ep_runtime.kernels.quant.scheme import QuantScheme, WeightScheme
 from ep_runtime.kernels.reference_experts import ReferenceExperts
 from ep_runtime.kernels.workspace import Workspace
 from ep_runtime.launch.seeded_layer import SeededWeights
@@ -136,6 +138,19 @@ def test_sizes_are_cut_and_the_structure_is_kept() -> None:
     cut = gpu_config(large)
     assert (cut.hidden_size, cut.moe_intermediate_size, cut.num_experts) == (2048, 1024, 16)
     assert (cut.top_k, cut.shared_intermediate_size) == (8, 1024)
+
+
+def test_of_a_hybrid_layer_experts_of_both_tiers_are_left() -> None:
+    large = MoEConfig(
+        hidden_size=4096,
+        moe_intermediate_size=1024,
+        num_experts=128,
+        top_k=8,
+        quantization=QuantScheme(WeightScheme.HYBRID, nvfp4_experts=(100, 101, 102)),
+    )
+    assert gpu_config(large).quantization.nvfp4_experts == tuple(range(0, 16, 2))
+    few = MoEConfig(**large.model_dump() | {"num_experts": 8} | {"quantization": "nvfp4"})
+    assert gpu_config(few).quantization == few.quantization
 
 
 def test_the_allocators_free_blocks_are_taken_in_sizes_that_open_no_segment() -> None:
@@ -257,6 +272,21 @@ def test_a_kernel_that_keeps_state_between_calls_is_found(monkeypatch: pytest.Mo
     assert not result.passed
 
 
+@pytest.mark.usefixtures("few_rows")
+def test_the_kernel_beside_itself_has_other_rows_and_so_other_results() -> None:
+    """Equal ones could change places unseen."""
+    gpu = CpuGpu()
+    site = GpuSite(gpu)
+    weights = SeededWeights(SMALL, seed=0, device=gpu.device)
+    case = AuditCase("local", "reference", "auto")
+    plan = plan_gpu_case(SMALL, case, audited_machine(with_triton=True), device="cpu")
+    with gpu_layer(plan, weights.fill, site) as layer, torch.no_grad():
+        run = CoRun(layer, gpu, seed=0)
+    for own, other in zip(run.wanted, run._wanted_of_company, strict=True):
+        assert own.shape == other.shape
+        assert (own != other).any(1).all()
+
+
 @pytest.mark.parametrize("unjoined", [False, True])
 def test_what_is_not_certified_is_joined_with_its_company_unless_told_otherwise(
     unjoined: bool, monkeypatch: pytest.MonkeyPatch
@@ -267,8 +297,6 @@ def test_what_is_not_certified_is_joined_with_its_company_unless_told_otherwise(
     moe, weights = SMALL, SeededWeights(SMALL, seed=0, device=gpu.device)
     planned = steps(0, 40)
     with registered_stand_ins(site, with_triton=True):
-        from ep_runtime.audit_gpu import plan_gpu_case
-
         case = AuditCase("local", "stand_in_exclusive", "auto")
         plan = plan_gpu_case(moe, case, audited_machine(with_triton=True), device="cpu")
         with gpu_layer(plan, weights.fill, site) as layer, torch.no_grad():
@@ -388,6 +416,28 @@ def test_the_sanitizer_sees_our_kernels_and_what_it_raises_is_a_fault(
     (result,) = run_on_cpu([check], GpuAuditOptions())
     assert result.faults == ("ep_runtime::run_experts races",)
     assert result.num_iterations == 0
+
+
+class OnCuda(Tensor):
+    is_cuda = True
+
+
+def test_the_sanitizer_looks_at_tensors_with_memory_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of others it knows Python's id(), which one on another stream may have had before."""
+    from torch.cuda import _sanitizer
+
+    monkeypatch.setattr(_sanitizer, "ArgumentHandler", _sanitizer.ArgumentHandler)
+    for _ in range(2):
+        audit_sanitizer.leave_out_empty_tensors(_sanitizer)
+    handler = _sanitizer.ArgumentHandler()
+    empty, full = (torch.zeros(n).as_subclass(OnCuda) for n in (0, 3))
+    add = torch.ops.aten.add_.Tensor._schema
+    handler.parse_inputs(add, (empty, empty), {}, is_factory=False)
+    assert not handler.dataptrs_read | handler.dataptrs_written
+    handler.parse_inputs(add, (full, empty), {}, is_factory=False)
+    assert handler.dataptrs_written == {full.data_ptr()}
 
 
 def test_a_race_that_the_sanitizer_reports_is_one_line() -> None:

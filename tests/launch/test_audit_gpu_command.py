@@ -10,11 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from ep_runtime import audit_co_run
-from ep_runtime.audit_streams import audited_machine
+from ep_runtime.audit_gpu import GpuResult
+from ep_runtime.audit_gpu_checks import GpuAuditOptions
+from ep_runtime.audit_streams import AuditCase, audited_machine
+from ep_runtime.config import MoEConfig
 from ep_runtime.kernels.reference_experts import ReferenceExperts
 from ep_runtime.launch import audit_gpu_command
+from ep_runtime.launch.audit_gpu_command import GpuReport
 from ep_runtime.launch.cli import app
 from tests.ep_runtime.gpu_stand_in import CpuGpu
 from tests.launch.configs import ONE_RANK, write_config
@@ -56,7 +61,8 @@ def test_a_clean_run_ends_with_0_and_a_report(audit: Audit, tmp_path: Path) -> N
     assert "deep_gemm" in said.partition("Not run")[2]
     record = json.loads((tmp_path / "audit.json").read_text())
     assert (record["schema_version"], record["device"], record["passed"]) == (1, "cuda", True)
-    assert record["hang"] is None
+    assert (record["hang"], record["is_complete"]) == (None, True)
+    assert record["command_line"].startswith("ep-runtime ")
     assert record["options"]["iterations"] == 60
     assert len(record["cannot_see"]) == 4
     ran = [check for check in record["checks"] if check["skip_reason"] is None]
@@ -66,6 +72,16 @@ def test_a_clean_run_ends_with_0_and_a_report(audit: Audit, tmp_path: Path) -> N
     assert ("co_run", "local", "reference", 60) in found
     assert all((c["num_wrong"], c["faults"]) == (0, []) for c in ran)
     assert all(c["concurrency"] == "certified" for c in ran)
+
+
+def test_a_run_that_is_ended_from_outside_leaves_what_it_had(tmp_path: Path) -> None:
+    path = tmp_path / "audit.json"
+    moe = MoEConfig(hidden_size=32, moe_intermediate_size=32, num_experts=4, top_k=2)
+    report = GpuReport(moe, GpuAuditOptions(), Console(), path, "a GPU")
+    report.add(GpuResult("co_run", AuditCase("local", "triton", "auto"), num_iterations=7))
+    record = json.loads(path.read_text())
+    assert record["checks"][0]["num_iterations"] == 7
+    assert (record["is_complete"], record["passed"]) == (False, False)
 
 
 def test_wrong_bits_end_with_1(
