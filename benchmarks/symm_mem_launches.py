@@ -5,12 +5,13 @@ device. So this shows what the kernels and the host cost, and nothing of a link.
 timed in a CUDA graph of its own, as often launched by every rank, in the order of a call, so that
 no launch waits for one behind it.
 
-    python benchmarks/symm_mem_launches.py --json benchmarks/results/symm_mem_launches.json
+    python -m benchmarks.symm_mem_launches --json R.json --plot R.png       # from the root
 
 On a CPU (TRITON_INTERPRET=1, small sizes) it runs to be tested; its times mean nothing there.
 """
 
 import argparse
+import shlex
 import statistics
 import sys
 import time
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.symm_mem_plot import write_plot
 from ep_runtime.all2all.base import BackendShape, EPGroup, RoutedTokens
 from ep_runtime.all2all.symm_mem import SymmMemBackend
 from ep_runtime.all2all.symmetric_buffer import SymmetricBuffer, virtual_buffers
@@ -33,6 +35,7 @@ from ep_runtime.kernels.symm_put_results import put_results
 from ep_runtime.kernels.symm_put_tokens import put_tokens
 from ep_runtime.kernels.symm_wait import sum_results, wait_for_dispatch
 from ep_runtime.launch.bench_inputs import NUM_INPUT_SETS, Case, load_of, make_input_sets
+from ep_runtime.launch.bench_plot import prepare_plot_file
 from ep_runtime.launch.environment import describe_versions
 from ep_runtime.launch.json_file import prepare_json_file, write_json
 from ep_runtime.placement import place_experts
@@ -74,6 +77,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--rows", choices=sorted(RowScheme), default="model", help="as they travel")
     parser.add_argument("--routing", default="random", choices=("random", "balanced", "zipf"))
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, help="a PNG; symm_mem_plot.py draws older records")
     return parser.parse_args(arguments)
 
 
@@ -317,6 +321,7 @@ def measure_case(ranks: VirtualRanks, copy_gbps: float | None) -> Any:
 def main(arguments: list[str]) -> int:
     options = parse_arguments(arguments)
     prepare_json_file(options.json)
+    prepare_plot_file(options.plot)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     copy_gbps = measure_copy(device)
     cases = []
@@ -342,23 +347,24 @@ def main(arguments: list[str]) -> int:
             f"{num_tokens:6}  whole call: device us {call_us}, host us {host:.1f}, launches "
             f"{cases[-1]['launches_per_call']}"
         )
-    write_json(
-        options.json,
-        {
-            "schema_version": SCHEMA_VERSION,
-            "command": "symm_mem_launches",
-            "environment": describe_versions(),
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-            "requested": {k: v for k, v in vars(options).items() if k != "json"},
-            "method": (
-                f"each kernel in a CUDA graph of {CALLS_PER_GRAPH} launches over {NUM_INPUT_SETS} "
-                f"input sets, median of {REPLAYS} replays, slowest of the virtual ranks; peers' "
-                f"memory on the same device"
-            ),
-            "copy_gbps": copy_gbps,
-            "cases": cases,
-        },
-    )
+    record = {
+        "schema_version": SCHEMA_VERSION,
+        "command": "symm_mem_launches",
+        "command_line": shlex.join(["python", "-m", "benchmarks.symm_mem_launches", *arguments]),
+        "environment": describe_versions(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "requested": {k: v for k, v in vars(options).items() if k not in ("json", "plot")},
+        "method": (
+            f"each kernel in a CUDA graph of {CALLS_PER_GRAPH} launches over {NUM_INPUT_SETS} "
+            f"input sets, median of {REPLAYS} replays, slowest of the virtual ranks; peers' "
+            f"memory on the same device"
+        ),
+        "copy_gbps": copy_gbps,
+        "cases": cases,
+    }
+    write_json(options.json, record)
+    if options.plot is not None:
+        write_plot(record, options.plot)
     return 0
 
 

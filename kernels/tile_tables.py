@@ -79,7 +79,8 @@ class TunedPoint:
 
     rows_per_expert: expected rows of an expert. tiles: the fastest; None where the rule's were, or
     the gain was too small. us: of both projections with them; rule_us: with the rule's tiles.
-    roofline_fraction: time that the weights' bytes or the products take at least, over us.
+    roofline_fraction: time that reading the weights or the products
+    take at least at the rates in the table's `source`, over us; no hard limit, so it may pass 1.
     """
 
     rows_per_expert: float

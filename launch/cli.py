@@ -140,7 +140,9 @@ def tune(
     output: Annotated[Path, typer.Option(metavar="FILE", help="The table, JSON.")],
     sources: Annotated[
         list[str] | None,
-        typer.Argument(help="YAML files, checkpoint folders or config.jsons; or give sizes."),
+        typer.Argument(
+            help="YAML files (runs, or lists of layers), checkpoint folders, config.jsons."
+        ),
     ] = None,
     hidden_size: Annotated[int | None, typer.Option()] = None,
     intermediate_size: Annotated[int | None, typer.Option(help="Of one expert.")] = None,

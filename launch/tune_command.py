@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +15,8 @@ from ep_runtime.kernels.hopper_packed_schedule import takes_hopper_packed
 from ep_runtime.kernels.interpreter import is_interpreting
 from ep_runtime.kernels.tile_tables import TileTable, TunedLayer, TunedPoint
 from ep_runtime.launch.json_file import prepare_file, write_json
-from ep_runtime.launch.tune_candidates import candidates_of
-from ep_runtime.launch.tune_compile import Job, compile_candidates
+from ep_runtime.launch.tune_candidates import as_compiled, candidates_of
+from ep_runtime.launch.tune_compile import Job, compile_candidates, small_shape
 from ep_runtime.launch.tune_inputs import multiplies_fp8
 from ep_runtime.launch.tune_layers import (
     TuneSizes,
@@ -24,13 +24,15 @@ from ep_runtime.launch.tune_layers import (
     num_source_rows,
     parse_rows_per_expert,
 )
-from ep_runtime.launch.tune_problem import TuneProblem
+from ep_runtime.launch.tune_problem import LayerWeights, TuneProblem
 from ep_runtime.launch.tune_record import table_values
 from ep_runtime.launch.tune_search import SearchNotes, search_point
-from ep_runtime.launch.tune_timing import GraphTimer, Timer, measure_ceilings
+from ep_runtime.launch.tune_timing import Ceilings, GraphTimer, Timer, measure_ceilings
 
 MOST_PROCESSES = 16
 Say = Callable[[str], None]
+# By a layer's dtype, and whether its products are of e4m3.
+CeilingsOf = Mapping[tuple[torch.dtype, bool], Ceilings]
 
 
 @dataclass(frozen=True)
@@ -80,20 +82,23 @@ def tune_command(
     num_processes = processes or min(MOST_PROCESSES, os.cpu_count() or 1)
     started = time.perf_counter()
     jobs = compile_jobs(plan, device)
-    say(f"{plan.num_points} points; compiling {len(jobs)} candidates in {num_processes} processes")
+    say(f"{plan.num_points} points; {len(jobs)} compilations in {num_processes} processes")
     fault = compile_candidates(jobs, num_processes)
     say(fault or f"compiled after {time.perf_counter() - started:.0f} s")
+    timer = GraphTimer()
+    ceilings = measure_all_ceilings(shapes, timer, device)
     table = TileTable(
         name=output.name,
         device=torch.cuda.get_device_name(device),
         triton=triton.__version__,
         source=(
             f"ep-runtime tune, torch {torch.__version__}: projections by CUDA graph, random rows "
-            f"and weights in turn, checked against float32; us of alignment and both projections"
+            f"and weights in turn, checked against float32; us of alignment and both projections; "
+            f"roofline: {'; '.join(map(str, ceilings.values()))}"
         ),
         layers=(),
     )
-    tune_layers(plan, table, device, GraphTimer(), output, say)
+    tune_layers(plan, table, device, timer, ceilings, output, say)
 
 
 def refuse_what_has_no_tiles(shapes: Sequence[ExpertsShape], device: torch.device) -> None:
@@ -107,37 +112,53 @@ def refuse_what_has_no_tiles(shapes: Sequence[ExpertsShape], device: torch.devic
 
 
 def compile_jobs(plan: TunePlan, device: torch.device) -> list[Job]:
-    """Each candidate of each layer once; one compilation serves every number of rows."""
+    """Each compilation once: it serves every number of rows, and every layer of its kind."""
     jobs: dict[Job, None] = {}
     for shape, numbers in plan.layers:
         for number in numbers:
             expected = number * shape.top_k / (shape.num_experts or shape.num_local_experts)
             for candidate in candidates_of(expected, shape, device):
-                jobs[shape, candidate] = None
+                jobs[small_shape(shape), as_compiled(candidate)] = None
     return list(jobs)
 
 
+def measure_all_ceilings(
+    shapes: Sequence[ExpertsShape], timer: Timer, device: torch.device
+) -> CeilingsOf:
+    """Of each kind of products that the layers have."""
+    kinds = dict.fromkeys((shape.dtype, multiplies_fp8(shape)) for shape in shapes)
+    return {
+        (dtype, is_fp8): measure_ceilings(timer, device, dtype, is_fp8=is_fp8)
+        for dtype, is_fp8 in kinds
+    }
+
+
 def tune_layers(
-    plan: TunePlan, table: TileTable, device: torch.device, timer: Timer, output: Path, say: Say
+    plan: TunePlan,
+    table: TileTable,
+    device: torch.device,
+    timer: Timer,
+    ceilings: CeilingsOf,
+    output: Path,
+    say: Say,
 ) -> TileTable:
     """`table` with the plan's layers, as it is written to `output` after each."""
     rejected: dict[TunedLayer, list[str]] = {}
     layers = list(table.layers)
     for shape, numbers in plan.layers:
+        started = time.perf_counter()
         layer, notes = TunedLayer.of(shape), SearchNotes()
-        is_fp8 = multiplies_fp8(shape)
-        ceilings = measure_ceilings(timer, device, shape.dtype, is_fp8=is_fp8)
-        say(
-            f"{layer}: copy {ceilings.bytes_per_second / 1e12:.2f} TB/s, products "
-            f"{ceilings.flops_per_second / 1e12:.0f} TFLOP/s"
-        )
+        of_layer = ceilings[shape.dtype, multiplies_fp8(shape)]
+        say(f"{layer}: {of_layer}")
+        weights = LayerWeights(shape, device)
         points: list[TunedPoint] = []
         for number in numbers:
-            problem = TuneProblem(shape, number, device)
+            problem = TuneProblem(shape, number, device, weights=weights)
             candidates = candidates_of(problem.rows_per_expert, shape, device)
-            points.append(search_point(problem, candidates, timer, ceilings, notes))
+            points.append(search_point(problem, candidates, timer, of_layer, notes))
             say(_point_text(points[-1]))
             del problem
+        del weights
         for reason, count in notes.failed.most_common():
             say(f"  {count} candidates did not run: {reason}")
         for line in notes.wrong:
@@ -146,11 +167,12 @@ def tune_layers(
         rejected[layer] = notes.wrong
         table = TileTable(table.name, table.device, table.triton, table.source, tuple(layers))
         write_json(output, table_values(table, rejected))
+        say(f"  written to {output} after {time.perf_counter() - started:.1f} s")
     return table
 
 
 def _point_text(point: TunedPoint) -> str:
     rule = f"{point.rows_per_expert:g} rows an expert: {point.rule_us:.1f} us by the rule"
     if point.tiles is None:
-        return f"  {rule}, {point.roofline_fraction:.2f} of the limit; none is faster"
+        return f"  {rule}, {point.roofline_fraction:.2f} of the roofline; none is faster"
     return f"  {rule}, {point.us:.1f} us ({point.roofline_fraction:.2f}) by {point.tiles}"

@@ -1,20 +1,45 @@
-"""Which layers `ep-runtime tune` measures: those of checkpoints and run files, or sizes given."""
+"""Which layers `ep-runtime tune` measures: those of files and checkpoints, or of sizes given.
+
+A file that lists layers is YAML, each with the keys of a run's `model.layer` and local_experts:
+
+    layers:
+      - {hidden_size: 4096, moe_intermediate_size: 1536, num_experts: 128, top_k: 8,
+         local_experts: 64, quantization: fp8_block}
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from ep_runtime.config import MoEConfig, ParallelConfig
+from pydantic import Field
+
+from ep_runtime.config import MoEConfig
 from ep_runtime.kernels.base import ExpertsShape
 from ep_runtime.kernels.errors import ConfigError
 from ep_runtime.kernels.quant.packed_weights import is_packed, packed_fault
 from ep_runtime.kernels.row_passes import MAX_SLOTS_PER_PASS
 from ep_runtime.kernels.tile_checks import TUNED_SCHEMES
 from ep_runtime.launch.explain import read_source
+from ep_runtime.launch.yaml_file import read_yaml_mapping
 from ep_runtime.placement import place_experts
 from ep_runtime.selection import experts_shape
+from ep_runtime.strict_model import StrictModel
 
+_YAML_SUFFIXES = (".yaml", ".yml")
 _SIZES = ("hidden_size", "intermediate_size", "num_experts", "top_k")
+
+
+class ListedLayer(MoEConfig):
+    """A layer of a list. local_experts: of one rank; None: all of them."""
+
+    local_experts: int | None = Field(default=None, gt=0, strict=True)
+
+
+class LayerList(StrictModel):
+    """A file that lists layers."""
+
+    layers: tuple[ListedLayer, ...]
 
 
 @dataclass(frozen=True)
@@ -39,8 +64,8 @@ def layers_to_tune(
 ) -> tuple[ExpertsShape, ...]:
     """The shapes, each once, in order; of a rank with the most experts.
 
-    sources: run files, checkpoint folders or their config.json. local_experts: of a rank; None:
-    what a source's parallel.ep_size gives, else all of them.
+    sources: run files, lists of layers, checkpoint folders or their config.json. local_experts: of
+    a rank; None: what a list says or a run file's parallel.ep_size gives, else all of them.
     """
     given = sizes.given()
     if sources and given:
@@ -53,14 +78,30 @@ def layers_to_tune(
                 f"name a run file or a checkpoint, or give the sizes of a layer; missing: "
                 f"{', '.join('--' + name.replace('_', '-') for name in missing)}"
             )
-        found = [(_moe_of(given), ParallelConfig())]
+        found: list[tuple[MoEConfig, int | None]] = [(_moe_of(given), None)]
     else:
-        found = []
-        for source in sources:
-            moe, sections = read_source(source, ())
-            found.append((moe, sections.parallel))
-    shapes = [_shape_of(moe, parallel, local_experts) for moe, parallel in found]
+        found = [layer for source in sources for layer in _layers_of(source)]
+    shapes = [
+        _shape_of(moe, its_own if local_experts is None else local_experts)
+        for moe, its_own in found
+    ]
     return tuple(dict.fromkeys(shapes))
+
+
+def _layers_of(source: str) -> list[tuple[MoEConfig, int | None]]:
+    """The layers of one source and how many experts a rank has of each; None: all of them."""
+    path = Path(source).expanduser()
+    if path.suffix in _YAML_SUFFIXES and path.is_file():
+        values = read_yaml_mapping(path)
+        if "layers" in values:
+            try:
+                listed = LayerList(**values)
+            except ConfigError as error:
+                raise ConfigError(f"{path}: {error}") from None
+            return [(layer, layer.local_experts) for layer in listed.layers]
+    moe, sections = read_source(source, ())
+    placement = place_experts("linear", moe.num_experts, sections.parallel.ep_size)
+    return [(moe, placement.num_local_experts(0))]
 
 
 def _moe_of(given: dict[str, Any]) -> MoEConfig:
@@ -68,7 +109,7 @@ def _moe_of(given: dict[str, Any]) -> MoEConfig:
     return MoEConfig(**{renamed.get(name, name): value for name, value in given.items()})
 
 
-def _shape_of(moe: MoEConfig, parallel: ParallelConfig, local_experts: int | None) -> ExpertsShape:
+def _shape_of(moe: MoEConfig, local_experts: int | None) -> ExpertsShape:
     weight = str(moe.quantization.weight)
     if weight not in TUNED_SCHEMES:
         raise ConfigError(
@@ -78,11 +119,10 @@ def _shape_of(moe: MoEConfig, parallel: ParallelConfig, local_experts: int | Non
     if is_packed(moe.quantization) and (fault := packed_fault(moe.quantization)):
         raise ConfigError(f"experts triton has no tiles to tune for the layer: {fault}")
     if local_experts is None:
-        placement = place_experts("linear", moe.num_experts, parallel.ep_size)
-        local_experts = placement.num_local_experts(0)
+        local_experts = moe.num_experts
     if not 1 <= local_experts <= moe.num_experts:
         raise ConfigError(
-            f"--local-experts ({local_experts}) must be 1 to the layer's {moe.num_experts} experts"
+            f"local experts ({local_experts}) must be 1 to the layer's {moe.num_experts} experts"
         )
     # A bias changes no tiles.
     return replace(experts_shape(moe, local_experts), has_bias=False)

@@ -115,19 +115,40 @@ def _put(source: GemmRows, rows: Tensor, out: GemmRows, positions: Tensor) -> No
         out.scales[positions] = source.scales[rows]
 
 
+class LayerWeights:
+    """Random weights of one layer, for every number of rows: as stored and as prepared.
+
+    Small ones are drawn `num_sets` times, so that they cannot stay in the cache.
+    """
+
+    def __init__(self, shape: ExpertsShape, device: torch.device, *, num_sets: int = 2) -> None:
+        generator = torch.Generator(device=device).manual_seed(0)
+        self.plain = [draw_weights(shape, generator)]
+        if _num_bytes(self.plain[0]) < MIN_WEIGHT_BYTES:
+            self.plain += [draw_weights(shape, generator) for _ in range(1, num_sets)]
+        self.prepared = [TritonExperts(shape).prepare_weights(weights) for weights in self.plain]
+
+
 class TuneProblem:
-    """Random weights and rows of one layer, and calls of its projections on them in turn."""
+    """Random rows of one layer, and calls of its projections on them in turn.
+
+    weights: of the layer; None: drawn here.
+    """
 
     def __init__(
-        self, shape: ExpertsShape, num_source_rows: int, device: torch.device, *, num_sets: int = 2
+        self,
+        shape: ExpertsShape,
+        num_source_rows: int,
+        device: torch.device,
+        *,
+        num_sets: int = 2,
+        weights: LayerWeights | None = None,
     ) -> None:
         self.shape, self.device = shape, device
         self.rows_per_expert = rows_per_expert(num_source_rows, num_source_rows, shape)
         generator = torch.Generator(device=device).manual_seed(num_source_rows)
-        self._plain = [draw_weights(shape, generator)]
-        if _num_bytes(self._plain[0]) < MIN_WEIGHT_BYTES:
-            self._plain += [draw_weights(shape, generator) for _ in range(1, num_sets)]
-        prepared = [TritonExperts(shape).prepare_weights(weights) for weights in self._plain]
+        weights = weights or LayerWeights(shape, device, num_sets=num_sets)
+        self._plain, prepared = weights.plain, weights.prepared
         self.sets = [
             RowSet(shape, prepared[index % len(prepared)], num_source_rows, generator)
             for index in range(num_sets)

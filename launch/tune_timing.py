@@ -1,4 +1,4 @@
-"""How `ep-runtime tune` times: replays of CUDA graphs, candidates taking turns."""
+"""How `ep-runtime tune` times, by replays of CUDA graphs in turns, and the roofline it draws."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from ep_runtime.kernels.read_probe import read_output, read_words
 from ep_runtime.launch.bench_statistics import rotated, summarise
 
 Call = Callable[[], object]
@@ -14,7 +15,7 @@ NameT = TypeVar("NameT", bound=Hashable)
 MAX_REPLAYS = 20
 # Keeps the device busy until the first replay is queued, so that no time includes the host's.
 _HEAD_START_CYCLES = 200_000
-_COPY_BYTES = 1 << 30
+_READ_BYTES = 1 << 30
 _PRODUCT_SIZE = 8192
 
 
@@ -31,7 +32,7 @@ class GraphTimer:
     turn_seconds: about how long one turn is.
     """
 
-    def __init__(self, turn_seconds: float = 0.004) -> None:
+    def __init__(self, turn_seconds: float = 0.002) -> None:
         self._turn_seconds = turn_seconds
 
     def time(self, calls: Mapping[NameT, Sequence[Call]], *, num_rounds: int) -> dict[NameT, float]:
@@ -77,33 +78,49 @@ def _replay(graph: torch.cuda.CUDAGraph, num_replays: int) -> list[float]:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device reaches in this run: bytes of a copy, read and written, and products."""
+    """What the device reaches in this run: bytes that a kernel only reads, and products.
+
+    Neither is a hard limit. products: of what, as `bfloat16`.
+    """
 
     bytes_per_second: float
     flops_per_second: float
+    products: str
 
     def least_us(self, num_bytes: float, num_flops: float) -> float:
         """The larger of the two times. Example: 4 GB at 4 TB/s, no products: 1000."""
         return max(num_bytes / self.bytes_per_second, num_flops / self.flops_per_second) * 1e6
 
+    def __str__(self) -> str:
+        return (
+            f"reads {self.bytes_per_second / 1e12:.2f} TB/s, products of {self.products} "
+            f"{self.flops_per_second / 1e12:.0f} TFLOP/s"
+        )
+
 
 def measure_ceilings(
     timer: Timer, device: torch.device, dtype: torch.dtype, *, is_fp8: bool
 ) -> Ceilings:
-    """Of a copy of 1 GiB, and of products of random 8192 x 8192 matrices by torch.
+    """Of reading 1 GiB (weights are read and not written, so no copy is the measure of them), and
+    of products of random 8192 x 8192 matrices by torch.
 
-    is_fp8: e4m3 products are taken to be twice as fast as those of bfloat16.
+    is_fp8: e4m3 products are taken to be twice as fast as those of the dtype.
     """
-    source = torch.randint(256, (_COPY_BYTES,), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
+    words = torch.randint(256, (_READ_BYTES // 2,), dtype=torch.int16, device=device)
+    out = read_output(device)
     a, b = torch.randn(2, _PRODUCT_SIZE, _PRODUCT_SIZE, device=device).to(dtype)
     product = torch.empty_like(a)
     us = timer.time(
         {
-            "copy": [lambda: target.copy_(source)] * 2,
+            "read": [lambda: read_words(words, out=out)] * 2,
             "product": [lambda: torch.mm(a, b.T, out=product)] * 2,
         },
         num_rounds=5,
     )
     flops = 2.0 * _PRODUCT_SIZE**3 * (2 if is_fp8 else 1)
-    return Ceilings(2e6 * _COPY_BYTES / us["copy"], 1e6 * flops / us["product"])
+    products = str(dtype).removeprefix("torch.")
+    return Ceilings(
+        1e6 * _READ_BYTES / us["read"],
+        1e6 * flops / us["product"],
+        f"e4m3, twice those of {products}," if is_fp8 else products,
+    )

@@ -482,11 +482,15 @@ def test_a_record_has_the_schema_that_is_written_now() -> None:
 
 
 def run_symm_mem_launches(tmp_path: Path, *options: str, **environment: Any) -> dict[str, Any]:
-    program = (str(BENCHMARKS / "symm_mem_launches.py"),)
     finished = run_to_end(
-        ["--json", "launches.json", *options], tmp_path, program=program, **environment
+        ["--json", "launches.json", "--plot", "launches.png", *options],
+        tmp_path,
+        program=("-m", "benchmarks.symm_mem_launches"),
+        PYTHONPATH=str(ROOT),
+        **environment,
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert (tmp_path / "launches.png").read_bytes().startswith(b"\x89PNG")
     record: dict[str, Any] = json.loads((tmp_path / "launches.json").read_text())
     return record
 

@@ -1,6 +1,9 @@
 """`ep-runtime tune` without a GPU: kernels in the interpreter, times given by the test."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +29,7 @@ from ep_runtime.kernels.reference_experts import ReferenceExperts
 from ep_runtime.kernels.row_passes import MAX_SLOTS_PER_PASS
 from ep_runtime.kernels.tile_checks import check_tiles
 from ep_runtime.kernels.tile_tables import (
+    SHIPPED_TABLES,
     TileTable,
     TunedLayer,
     TunedPoint,
@@ -38,8 +42,19 @@ from ep_runtime.kernels.workspace import Workspace
 from ep_runtime.launch import tune_command, tune_problem, tune_timing
 from ep_runtime.launch.cli import app
 from ep_runtime.launch.explain import explain_plan
-from ep_runtime.launch.tune_candidates import Candidate, candidates_of, heights_near
-from ep_runtime.launch.tune_command import TunePlan, compile_jobs, plan_tuning, tune_layers
+from ep_runtime.launch.tune_candidates import (
+    Candidate,
+    as_compiled,
+    candidates_of,
+    heights_near,
+)
+from ep_runtime.launch.tune_command import (
+    TunePlan,
+    compile_jobs,
+    measure_all_ceilings,
+    plan_tuning,
+    tune_layers,
+)
 from ep_runtime.launch.tune_compile import small_shape
 from ep_runtime.launch.tune_layers import (
     TuneSizes,
@@ -47,12 +62,13 @@ from ep_runtime.launch.tune_layers import (
     num_source_rows,
     parse_rows_per_expert,
 )
-from ep_runtime.launch.tune_problem import TuneProblem
+from ep_runtime.launch.tune_problem import LayerWeights, TuneProblem
 from ep_runtime.launch.tune_record import table_values
 from ep_runtime.launch.tune_search import SearchNotes, search_point
 from ep_runtime.launch.tune_timing import Call, Ceilings, NameT, measure_ceilings
 from tests.launch.configs import LAYER, write_config
 
+ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
 SHAPE = ExpertsShape(3, 128, 96, 2, Activation(), torch.float32, num_experts=6)
@@ -66,7 +82,8 @@ SHAPES = {
     "fp8_channel": replace(FP8, scheme=QuantScheme(WeightScheme.FP8_CHANNEL)),
 }
 LARGE = ExpertsShape(8, 7168, 2048, 8, Activation(), torch.bfloat16, num_experts=256)
-CEILINGS = Ceilings(bytes_per_second=1e12, flops_per_second=1e15)
+CEILINGS = Ceilings(bytes_per_second=1e12, flops_per_second=1e15, products="float32")
+ALL_CEILINGS = {(dtype, False): CEILINGS for dtype in (torch.float32, torch.float16)}
 PLAIN = GemmTiles(128, 128, num_warps=4, num_stages=1)
 SLOW, FAST = replace(PLAIN, group_tiles=1), replace(PLAIN, group_tiles=2, programs_per_sm=1)
 
@@ -356,10 +373,11 @@ def test_candidates_could_stand_in_a_table(
     found, layer = candidates_of(rows, shape, CUDA), TunedLayer.of(shape)
     rule = rule_tiles(rows, shape, CUDA)
     assert len(found) == len(set(found))
-    assert Candidate("gate_up", rule.block_m, rule.gate_up) in found
-    assert Candidate("down", rule.block_m, rule.down) in found
-    hopper = any(candidate.is_hopper for candidate in found)
-    assert hopper == (rows >= 32 and name not in ("float32", "fp8_channel"))
+    on_hopper = name not in ("float32", "fp8_channel")
+    for projection, gemm in (("gate_up", rule.gate_up), ("down", rule.down)):
+        is_tried = Candidate(projection, rule.block_m, gemm) in found  # type: ignore[arg-type]
+        assert is_tried == (rows < 200 or not on_hopper)
+    assert any(candidate.is_hopper for candidate in found) == (rows >= 64 and on_hopper)
     for candidate in found:
         if isinstance(candidate.how, GemmTiles):
             shallow = replace(rule.gate_up, num_stages=1), replace(rule.down, num_stages=1)
@@ -377,18 +395,30 @@ def test_candidates_could_stand_in_a_table(
             )
 
 
-def test_each_candidate_is_compiled_once_for_all_numbers_of_rows() -> None:
-    jobs = compile_jobs(TunePlan(((SHAPE, (3, 6)), (FP8, (3,)))), CPU)
+def test_each_candidate_is_compiled_once_for_all_numbers_of_rows_and_like_layers() -> None:
+    more = replace(SHAPE, hidden_size=1152, num_local_experts=6)
+    jobs = compile_jobs(TunePlan(((SHAPE, (3, 6)), (more, (3,)), (FP8, (3,)))), CPU)
     assert len(jobs) == len(set(jobs))
-    assert {shape for shape, _ in jobs} == {SHAPE, FP8}
-    wanted = {c for rows in (1, 2) for c in candidates_of(rows, SHAPE, CPU)}
-    assert {candidate for shape, candidate in jobs if shape == SHAPE} == wanted
+    small = small_shape(SHAPE)
+    assert {shape for shape, _ in jobs} == {small, small_shape(more), small_shape(FP8)}
+    wanted = {as_compiled(c) for rows in (1, 2) for c in candidates_of(rows, SHAPE, CPU)}
+    assert {candidate for shape, candidate in jobs if shape == small} == wanted
+    several = ((LARGE, (3,)), (replace(LARGE, hidden_size=4096, num_local_experts=64), (3,)))
+    assert len({shape for shape, _ in compile_jobs(TunePlan(several), CPU)}) == 1
 
 
-def test_heights_are_the_rules_and_its_neighbours() -> None:
-    assert heights_near(1, SHAPE, CPU) == (16, 32)
-    assert heights_near(32, SHAPE, CPU) == (32, 64, 128)
-    assert heights_near(500, SHAPE, CPU) == (64, 128)
+def test_candidates_that_differ_in_the_grid_alone_are_one_compilation() -> None:
+    few, more = (replace(PLAIN, programs_per_sm=n, flatten=True) for n in (2, 3))
+    assert len({as_compiled(c) for c in both(few, more)}) == 2
+    others = (replace(few, num_stages=2), replace(few, flatten=False), HopperSchedule())
+    assert len({as_compiled(c) for c in both(few, *others)}) == 8
+
+
+def test_heights_are_those_of_the_docstring() -> None:
+    assert heights_near(1, SHAPE, CPU) == heights_near(8, SHAPE, CPU) == (16,)
+    assert heights_near(16, SHAPE, CPU) == (16, 32)
+    assert heights_near(32, SHAPE, CPU) == (32, 64)
+    assert heights_near(500, SHAPE, CPU) == (128,)
 
 
 def test_source_rows_are_those_of_the_docstring_and_at_most_a_pass() -> None:
@@ -401,19 +431,42 @@ def test_source_rows_are_those_of_the_docstring_and_at_most_a_pass() -> None:
     assert plan_tuning([everywhere], [4096, 8192, 1]).num_points == 2
 
 
-def test_what_is_compiled_has_the_same_sizes_and_fewer_experts() -> None:
-    assert small_shape(LARGE) == replace(LARGE, num_local_experts=8, num_experts=8)
+def test_what_is_compiled_is_as_small_as_the_docstring_says() -> None:
+    few = replace(LARGE, num_local_experts=2, num_experts=2, top_k=2)
+    assert small_shape(LARGE) == replace(few, hidden_size=256, intermediate_size=256)
     assert small_shape(SHAPE) == replace(SHAPE, num_local_experts=2, num_experts=2)
 
 
-def test_ceilings_count_both_ways_of_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune_timing, "_COPY_BYTES", 1000)
+def test_a_small_layers_launches_are_compiled_as_those_of_the_layer() -> None:
+    """Of each layer in the list for an H200, by the arguments as Triton looks at them."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.launch.small_layers_gate"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert len(report) == 2 * 15
+    for entry in report:
+        assert len(entry["of_layer"]) == 2, entry["layer"]
+        assert entry["of_small"] == entry["of_layer"], (entry["tiles"], entry["layer"])
+
+
+def test_ceilings_are_of_a_kernel_that_only_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune_timing, "_READ_BYTES", 1000)
     monkeypatch.setattr(tune_timing, "_PRODUCT_SIZE", 10)
-    timer = TableTimer(lambda name: {"copy": 2.0, "product": 4.0}[name])
+    timer = TableTimer(lambda name: {"read": 2.0, "product": 4.0}[name])
     plain = measure_ceilings(timer, CPU, torch.float32, is_fp8=False)
-    assert plain == Ceilings(bytes_per_second=1e9, flops_per_second=5e8)
-    assert measure_ceilings(timer, CPU, torch.float32, is_fp8=True).flops_per_second == 1e9
-    assert Ceilings(4e12, 1e15).least_us(4e9, 0) == pytest.approx(1000)
+    assert plain == Ceilings(5e8, 5e8, "float32")
+    fp8 = measure_ceilings(timer, CPU, torch.bfloat16, is_fp8=True)
+    assert fp8.flops_per_second == 1e9
+    assert "e4m3, twice those of bfloat16" in str(fp8)
+    assert Ceilings(4e12, 1e15, "").least_us(4e9, 0) == pytest.approx(1000)
+    both_kinds = measure_all_ceilings([SHAPE, SHAPE, FP8], timer, CPU)
+    assert list(both_kinds) == [(torch.float32, False), (torch.bfloat16, True)]
 
 
 def test_layers_come_from_sizes_files_and_checkpoints(tmp_path: Path) -> None:
@@ -434,12 +487,58 @@ def test_layers_come_from_sizes_files_and_checkpoints(tmp_path: Path) -> None:
     assert (of_checkpoint.num_local_experts, of_checkpoint.intermediate_size) == (4, 96)
 
 
+def write_list(folder: Path, *layers: str) -> str:
+    path = folder / "list.yaml"
+    path.write_text("layers:\n" + "".join(f"  - {{{layer}}}\n" for layer in layers))
+    return str(path)
+
+
+SMALL = "hidden_size: 64, moe_intermediate_size: 96, num_experts: 4, top_k: 2"
+
+
+def test_a_file_may_list_layers(tmp_path: Path) -> None:
+    path = write_list(tmp_path, SMALL, f"{SMALL}, local_experts: 2, quantization: fp8_block", SMALL)
+    plain, fp8 = layers_to_tune([path], TuneSizes(), None)
+    assert (plain.num_local_experts, plain.num_experts, plain.dtype) == (4, 4, torch.bfloat16)
+    assert (fp8.num_local_experts, fp8.scheme.weight) == (2, WeightScheme.FP8_BLOCK)
+    assert [s.num_local_experts for s in layers_to_tune([path], TuneSizes(), 1)] == [1, 1]
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED_TABLES.glob("*.json")), ids=lambda p: p.name)
+def test_every_layer_of_a_shipped_table_is_in_the_list_beside_it(path: Path) -> None:
+    listed = layers_to_tune([str(path.with_suffix(".yaml"))], TuneSizes(), None)
+    known = [TunedLayer.of(shape) for shape in listed]
+    assert len(known) == len(set(known))
+    assert {layer for layer, _ in read_tile_table(path).layers} <= set(known)
+
+
+@pytest.mark.parametrize(
+    ("layer", "said"),
+    [
+        (f"{SMALL}, local_expert: 2", "did you mean 'local_experts'?"),
+        (f"{SMALL}, local_experts: 0", "layers.0.local_experts"),
+        (f"{SMALL}, local_experts: 5", "local experts (5) must be 1 to the layer's 4"),
+        (f"{SMALL}, quantization: nf3", "weights stored as nf3 have no tiles to tune"),
+    ],
+)
+def test_a_wrong_list_is_one_clear_error(layer: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        layers_to_tune([write_list(tmp_path, layer)], TuneSizes(), None)
+    assert said in str(error.value)
+
+
+def test_weights_are_drawn_once_for_every_number_of_rows() -> None:
+    weights = LayerWeights(SHAPE, CPU)
+    few, many = (TuneProblem(SHAPE, rows, CPU, weights=weights) for rows in (3, 9))
+    assert few.sets[1].weights is many.sets[1].weights is weights.prepared[1]
+
+
 @pytest.mark.parametrize(
     ("sources", "sizes", "local_experts", "said"),
     [
         ([], TuneSizes(top_k=2), None, "missing: --hidden-size, --intermediate-size, --num-exp"),
         (["run.yaml"], TuneSizes(top_k=2), None, "--top-k has no effect beside run.yaml"),
-        ([], TuneSizes(64, 64, 4, 2), 5, "--local-experts (5) must be 1 to the layer's 4"),
+        ([], TuneSizes(64, 64, 4, 2), 5, "local experts (5) must be 1 to the layer's 4"),
         ([], TuneSizes(64, 64, 4, 8), None, "top_k (8) must be at most num_experts (4)"),
     ],
 )
@@ -463,11 +562,10 @@ def test_the_table_that_is_written_is_read_back(
 ) -> None:
     path, said = tmp_path / "table.json", list[str]()
     monkeypatch.setattr(tune_command, "candidates_of", lambda *given: both(SLOW, FAST))
-    monkeypatch.setattr(tune_command, "measure_ceilings", lambda *given, **named: CEILINGS)
     half = replace(SHAPE, dtype=torch.float16)
     plan = TunePlan(((SHAPE, (3, 9)), (half, (6,))))
     empty = TileTable("table.json", "NVIDIA H200", "3.6.0", "a test", ())
-    written = tune_layers(plan, empty, CPU, TableTimer(us_of), path, said.append)
+    written = tune_layers(plan, empty, CPU, TableTimer(us_of), ALL_CEILINGS, path, said.append)
     read = read_tile_table(path)
     assert [layer for layer, _ in read.layers] == [TunedLayer.of(SHAPE), TunedLayer.of(half)]
     assert [len(points) for _, points in read.layers] == [2, 1]
@@ -483,11 +581,11 @@ def test_wrong_candidates_stand_in_the_table(
 ) -> None:
     path = tmp_path / "table.json"
     monkeypatch.setattr(tune_command, "candidates_of", lambda *given: both(FAST))
-    monkeypatch.setattr(tune_command, "measure_ceilings", lambda *given, **named: CEILINGS)
     monkeypatch.setattr(TuneProblem, "error_of", lambda self, candidate: 1.0)
     empty = TileTable("table.json", "NVIDIA H200", "3.6.0", "a test", ())
     said: list[str] = []
-    tune_layers(TunePlan(((SHAPE, (9,)),)), empty, CPU, TableTimer(us_of), path, said.append)
+    plan = TunePlan(((SHAPE, (9,)),))
+    tune_layers(plan, empty, CPU, TableTimer(us_of), ALL_CEILINGS, path, said.append)
     rejected = json.loads(path.read_text())["layers"][0]["rejected"]
     assert len(rejected) == 2
     assert rejected[0].startswith("3 rows an expert, gate_up: block_m 16")
@@ -528,6 +626,24 @@ def test_a_runs_table_is_used_and_explained(tmp_path: Path, no_tables: None) -> 
     )
     assert lines[at + 2].startswith("  tiles, rank 1: the rule: no table of NVIDIA H200 with")
     assert describe_tuning(shape, "NVIDIA H200").startswith("table mine.json")
+
+
+def test_a_shipped_table_is_explained(
+    tmp_path: Path, no_tables: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen3-235B at EP2, which the H200's table has; on another Triton there is none."""
+    sizes = "hidden_size: 4096, moe_intermediate_size: 1536, num_experts: 128, top_k: 8"
+    text = f"parallel: {{dp_size: 2}}\nmodel: {{layer: {{{sizes}}}}}\n"
+    file = str(write_config(tmp_path, f"{text}workload: {{tokens_per_rank: [1, 1]}}\n"))
+
+    def explained(version: str) -> str:
+        monkeypatch.setattr(triton, "__version__", version)
+        forget_tile_tables()
+        overrides = ["kernel.experts=triton", "parallel.all2all_backend=naive"]
+        return explain_plan(file, overrides, machine="h200x8").explain()
+
+    assert "  tiles: table NVIDIA_H200.json, near " in explained("3.6.0")
+    assert "  tiles: the rule: no table of NVIDIA H200 with Triton 9.0.0" in explained("9.0.0")
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 INT4 = QuantScheme(WeightScheme.INT4, 32, has_zero_points=True)
 SHAPE = ExpertsShape(3, 128, 96, 2, Activation(), torch.bfloat16, scheme=INT4, num_experts=6)
 LARGE = ExpertsShape(64, 4096, 1536, 8, Activation(), torch.bfloat16, scheme=INT4, num_experts=128)
-CEILINGS = Ceilings(bytes_per_second=1e12, flops_per_second=1e15)
+CEILINGS = Ceilings(bytes_per_second=1e12, flops_per_second=1e15, products="bfloat16")
 SLOW = PackedTiles(64, num_warps=4, num_stages=1)
 FAST = PackedTiles(64, num_warps=4, num_stages=1, values_first=True, group_tiles=2)
 NAME = "NVIDIA H200"
@@ -159,11 +159,9 @@ def test_the_table_that_is_written_is_read_back(
 ) -> None:
     path = tmp_path / "table.json"
     monkeypatch.setattr(tune_command, "candidates_of", lambda *given: both(SLOW, FAST))
-    monkeypatch.setattr(tune_command, "measure_ceilings", lambda *given, **named: CEILINGS)
     empty = TileTable("table.json", NAME, "3.6.0", "a test", ())
-    written = tune_layers(
-        TunePlan(((SHAPE, (9,)),)), empty, CPU, TableTimer(), path, lambda text: None
-    )
+    plan, ceilings = TunePlan(((SHAPE, (9,)),)), {(torch.bfloat16, False): CEILINGS}
+    written = tune_layers(plan, empty, CPU, TableTimer(), ceilings, path, lambda text: None)
     ((layer, (point,)),) = read_tile_table(path).layers
     assert layer == TunedLayer.of(SHAPE)
     assert (layer.scheme, layer.group_size, layer.has_zero_points) == ("int4_w4a16", 32, True)
