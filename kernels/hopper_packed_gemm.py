@@ -9,8 +9,8 @@ is read from the device. Partitions of warps:
 
     producer   1 warp: a stage's words and factors by TMA, and x of the second projection. Of the
                first, which gathers rows by slot, 4 warps: x by cp.async, as kernels/hopper_gemm.py
-    consumers  1, 2 or 4 of 4 warps, each 128 rows of W: out.T = W @ x.T, so that W is wgmma's left
-               operand, in registers, and a tile may be as low as 16 rows
+    consumers  1, 2 or 4 of 4 warps, each 128 or 64 rows of W: out.T = W @ x.T, so that W is wgmma's
+               left operand, in registers, and a tile may be as low as 16 rows
 
 A consumer loads its words from shared memory, 16 bytes a thread for 64 x 64 weights, makes a
 fragment of them (kernels/hopper_packed_values.py) while the product of the one before runs
@@ -63,13 +63,14 @@ _WHOLE_ROW = 1 << 30
 class HopperPackedSchedule:
     """How a launch is laid out; results do not depend on it.
 
-    num_consumers: warp groups that multiply, each 128 rows of W: 1, 2 or 4. num_chunks: 64 columns
-    each, of a stage. group_tiles: as HopperSchedule's. programs_per_sm: of the grid. scales_sums:
-    a group's scale multiplies its sum of products, exactly, instead of its weights (which rounds
-    them as dequantised 16-bit weights are): up to 64 rows a tile. cuts_tiles: an expert's last tile
-    is multiplied as half or three quarters of one where its rows allow it, each with code of its
-    own: from 64 rows a tile on, and not with scales_sums. lead_blocks: by how many stages consumer
-    1 of two lets consumer 0 go ahead in each item; 0 lets both go.
+    num_consumers: warp groups that multiply: 1, 2 or 4. num_slabs: of 64 rows of W that each has:
+    2, or 1 of 2 or 4 consumers, so that more of them take turns at converting and multiplying.
+    num_chunks: 64 columns each, of a stage. group_tiles: as HopperSchedule's. programs_per_sm: of
+    the grid. scales_sums: a group's scale multiplies its sum of products, exactly, instead of its
+    weights (which rounds them as dequantised 16-bit weights are): up to 64 rows a tile. cuts_tiles:
+    a tile of which half is empty, an expert's last, is multiplied as half of one, with code of its
+    own: not with scales_sums. lead_blocks: by how many stages consumer 1 of two lets consumer 0 go
+    ahead in each item; 0 lets both go.
     """
 
     num_consumers: int = 2
@@ -80,10 +81,18 @@ class HopperPackedSchedule:
     scales_sums: bool = False
     cuts_tiles: bool = False
     lead_blocks: int = 0
+    num_slabs: int = 2
 
     def __post_init__(self) -> None:
         if self.num_consumers not in (1, 2, 4):
             raise PlanError(f"num_consumers ({self.num_consumers}) must be 1, 2 or 4")
+        if self.num_slabs not in (1, 2) or self.num_consumers * self.num_slabs < 2:
+            raise PlanError(
+                f"num_slabs ({self.num_slabs}) must be 2, or 1 for num_consumers 2 or 4; "
+                f"num_consumers is {self.num_consumers}"
+            )
+        if self.num_chunks * self.num_slabs < 2:
+            raise PlanError("num_chunks (1) with num_slabs 1: a stage must have two steps; take 2")
         if self.num_stages < 2:
             raise PlanError(f"num_stages ({self.num_stages}) must be at least 2")
         has_turns = self.num_consumers == 2 and not self.scales_sums
@@ -168,15 +177,16 @@ def _launch(
     topk_weights: Tensor | None,
     schedule: HopperPackedSchedule,
 ) -> None:
-    _check(x, weights, tiles, out, schedule.scales_sums, gathers=top_k is not None)
+    _check(x, weights, tiles, out, schedule, gathers=top_k is not None)
     k_size, num_columns = x.shape[1], weights.num_columns
     consumers, chunks = schedule.num_consumers, schedule.num_chunks
+    blocks = consumers * schedule.num_slabs // 2
     num_positions = x.shape[0] if top_k is None else out.shape[0]
     if num_positions == 0 or num_columns == 0:
         return
-    width = (64 if weights.is_gated else 128) * consumers
+    width = (64 if weights.is_gated else 128) * blocks
     group = weights.group_size or _WHOLE_ROW
-    factor_box = [consumers, max(1, CHUNK_COLUMNS * chunks // group), weights.factors.shape[-1]]
+    factor_box = [blocks, max(1, CHUNK_COLUMNS * chunks // group), weights.factors.shape[-1]]
     num_slots = out.shape[0] if top_k is None else x.shape[0] * top_k
     max_items = num_positions // tiles.block_m * -(-num_columns // width)
     programs = min(_num_multiprocessors(x.device) * schedule.programs_per_sm, max_items)
@@ -184,7 +194,7 @@ def _launch(
     kernel: Any = project_packed_kernel
     kernel[(programs,)](
         x if top_k is not None else _describe_rows(x, tiles.block_m),
-        _describe(weights.words.flatten(0, 1), [consumers, 4 * chunks, 256], 32),
+        _describe(weights.words.flatten(0, 1), [blocks, 4 * chunks, 256], 32),
         _describe(weights.factors.flatten(0, 1), factor_box, 16),
         top_k,
         None if top_k is None else x.stride(0) // CHUNK,
@@ -205,6 +215,7 @@ def _launch(
         CHUNKS=chunks,
         STAGES=schedule.num_stages,
         NUM_CONSUMERS=consumers,
+        SLABS=schedule.num_slabs,
         HAS_COLUMN_TAIL=num_columns % width != 0,
         GROUP_TILES=schedule.group_tiles,
         CONSUMER_REGISTERS=consumer_registers,
@@ -223,7 +234,7 @@ def _check(
     weights: HopperWords,
     tiles: ExpertTiles,
     out: Tensor,
-    scales_sums: bool,
+    schedule: HopperPackedSchedule,
     *,
     gathers: bool,
 ) -> None:
@@ -236,13 +247,17 @@ def _check(
         )
     if tiles.block_m not in HEIGHTS:
         raise PlanError(f"Hopper's packed GEMM takes tiles of {HEIGHTS} rows, not {tiles.block_m}")
+    if schedule.cuts_tiles and tiles.block_m == HEIGHTS[0]:
+        raise PlanError(f"cuts_tiles has no half of tiles of {HEIGHTS[0]} rows; leave it out")
+    if schedule.scales_sums and tiles.block_m > 64:
+        raise PlanError(f"scales_sums takes tiles of up to 64 rows, not {tiles.block_m}")
     group = weights.group_size
     if group is not None and (group < MIN_GROUP or group & (group - 1)):
         raise PlanError(
             f"group_size ({group}) must be a power of two from {MIN_GROUP} on for Hopper's packed "
             f"GEMM; repack the weights with pack_weight, for the Triton kernels"
         )
-    if scales_sums and group == MIN_GROUP:
+    if schedule.scales_sums and group == MIN_GROUP:
         raise PlanError(f"scales_sums takes no groups of {MIN_GROUP} columns; leave it out")
     chunks = -(-x.shape[1] // CHUNK_COLUMNS)
     width = BLOCK_ROWS // 2 if weights.is_gated else BLOCK_ROWS

@@ -22,20 +22,21 @@ from ep_runtime.kernels.hopper_packed_products import (
     AT_GROUP_TILES,
     AT_HEIGHT,
     AT_SCALES_SUMS,
+    AT_SLABS,
     multiply_scaled,
     multiply_scaling_sums,
+    stages_at_a_time,
 )
 from ep_runtime.kernels.hopper_tiles import finish_columns, locate_pair, next_stage
 
 
 @gluon.constexpr_function
 def output_layout(height, num_columns):
-    """Who holds what of a consumer's result [height, 64 or 128]: consecutive columns."""
-    registers = [[0, 1]]
-    width = 2
-    if num_columns == 128:
-        registers.append([0, 2])
-        width = 4
+    """Who holds what of a consumer's result [height, num_columns]: a thread consecutive ones."""
+    registers, width = [], 1
+    while width < num_columns // 32:
+        registers.append([0, width])
+        width *= 2
     registers.append([1, 0])
     row = 8
     while row < height:
@@ -46,45 +47,58 @@ def output_layout(height, num_columns):
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [height, num_columns])
 
 
+@gluon.constexpr_function
+def width_of(kind):
+    """Columns of a consumer's result."""
+    return (64 if kind[AT_ACTIVATION] in ("none", "relu2") else 32) * kind[AT_SLABS]
+
+
 @gluon.jit
-def _in_output_order(first, second, IS_GATED: gl.constexpr):
-    """Accumulators [64, height] of both slabs, as (gate, up) [height, 64] or twice [height, 128].
+def _in_output_order(sums, IS_GATED: gl.constexpr):
+    """Accumulators [64, height] of two slabs, or of one, as (gate, up) [height, 64] or [.., 32], or
+    twice [height, 128] or [.., 64].
 
     Rows 16 w + 8 h + g of slab i are columns 16 w + 2 g + i of a gated result, of the gate where h
-    is 0, else of the up half; and columns 32 w + 4 g + 2 i + h of another.
+    is 0, else of the up half; and columns 32 w + 4 g + 2 i + h of another. Of one slab that is
+    every second column, or every second two: see `_columns_of_slab`.
     """
-    HEIGHT: gl.constexpr = first.shape[1]
-    both = gl.join(first, second).reshape([4, 2, 8, HEIGHT, 2])  # w, h, g, ., i
+    HEIGHT: gl.constexpr = sums[0].shape[1]
+    SLABS: gl.constexpr = len(sums)
+    if SLABS == 2:
+        both = gl.join(sums[0], sums[1]).reshape([4, 2, 8, HEIGHT, 2])  # w, h, g, ., i
+        both = both.permute([3, 0, 2, 4, 1])
+    else:
+        both = sums[0].reshape([4, 2, 8, HEIGHT]).permute([3, 0, 2, 1])
     if IS_GATED:
-        LAYOUT: gl.constexpr = output_layout(HEIGHT, 64)
-        gate, up = both.permute([3, 0, 2, 4, 1]).reshape([HEIGHT, 64, 2]).split()
+        LAYOUT: gl.constexpr = output_layout(HEIGHT, 32 * SLABS)
+        gate, up = both.reshape([HEIGHT, 32 * SLABS, 2]).split()
         return (
             gl.convert_layout(gate, LAYOUT, assert_trivial=True),
             gl.convert_layout(up, LAYOUT, assert_trivial=True),
         )
     else:
-        WIDE: gl.constexpr = output_layout(HEIGHT, 128)
-        both = both.permute([3, 0, 2, 4, 1]).reshape([HEIGHT, 128])
-        both = gl.convert_layout(both, WIDE, assert_trivial=True)
+        WIDE: gl.constexpr = output_layout(HEIGHT, 64 * SLABS)
+        both = gl.convert_layout(both.reshape([HEIGHT, 64 * SLABS]), WIDE, assert_trivial=True)
         return both, both
 
 
-@gluon.constexpr_function
-def _columns_of(activation):
-    """Of a consumer's result."""
-    return 128 if activation in ("none", "relu2") else 64
+@gluon.jit
+def _columns_of_slab(ROWS: gl.constexpr, SLAB: gl.constexpr, KIND: gl.constexpr):
+    """Of a slab's result: which columns of its block they are."""
+    WIDTH: gl.constexpr = width_of(KIND)
+    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, output_layout(ROWS, WIDTH)))
+    if WIDTH == 32:
+        return 2 * columns + SLAB
+    else:
+        return 4 * (columns // 2) + 2 * SLAB + columns % 2
 
 
 @gluon.jit
-def _slots_of(
-    item, pointers, sizes, FIRST_ROW: gl.constexpr, ROWS: gl.constexpr, KIND: gl.constexpr
-):
-    """Of ROWS rows of a tile: their slots, and the slots' weights if there are any."""
+def _slots_of(item, pointers, sizes, ROWS: gl.constexpr, KIND: gl.constexpr):
+    """Of a tile's first ROWS rows: their slots, and the slots' weights if there are any."""
     _, slots_ptr, topk_weights_ptr, _, _ = pointers
-    rows = gl.arange(
-        0, ROWS, gl.SliceLayout(1, output_layout(ROWS, _columns_of(KIND[AT_ACTIVATION])))
-    )
-    slots = gl.load(slots_ptr + item[0] * KIND[AT_HEIGHT] + FIRST_ROW + rows)
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, output_layout(ROWS, width_of(KIND))))
+    slots = gl.load(slots_ptr + item[0] * KIND[AT_HEIGHT] + rows)
     if topk_weights_ptr is None:
         return (slots,)
     else:
@@ -93,19 +107,17 @@ def _slots_of(
 
 @gluon.jit
 def _finish(
-    first,
-    second,
+    sums,
     of_rows,  # what `_slots_of` gives
     item,  # its tile and column block
     pointers,
     sizes,
     alpha,
     limit,
-    FIRST_ROW: gl.constexpr,
     CONSUMER: gl.constexpr,
     KIND: gl.constexpr,
 ):
-    """Epilogue of both slabs' sums [64, n]: of a tile's n rows from FIRST_ROW on."""
+    """Epilogue of each slab's sums [64, n]: of a tile's first n rows."""
     tile, block = item
     slots = of_rows[0]
     tile_experts_ptr, _, topk_weights_ptr, bias_ptr, out_ptr = pointers
@@ -113,23 +125,26 @@ def _finish(
     if topk_weights_ptr is not None:
         row_weights = of_rows[1]
     _, _, num_columns, _, num_slots = sizes
+    ROWS: gl.constexpr = sums[0].shape[1]
+    SLABS: gl.constexpr = KIND[AT_SLABS]
     ACTIVATION: gl.constexpr = KIND[AT_ACTIVATION]
-    COLUMNS: gl.constexpr = _columns_of(ACTIVATION)
-    IS_GATED: gl.constexpr = COLUMNS == 64
-    rows = gl.arange(0, first.shape[1], slots.type.layout)
+    IS_GATED: gl.constexpr = width_of(KIND) == 32 * SLABS
+    BLOCK: gl.constexpr = 64 if IS_GATED else 128
+    rows = gl.arange(0, ROWS, slots.type.layout)
     expert = None
     if bias_ptr is not None:
         expert = gl.load(tile_experts_ptr + tile)
-    gate, up = _in_output_order(first, second, IS_GATED)
+    gate, up = _in_output_order(sums, IS_GATED)
+    columns = None
+    if SLABS == 1:
+        columns = _columns_of_slab(ROWS, CONSUMER % 2, KIND)
     finish_columns(
         gate,
         up,
-        (block * KIND[AT_CONSUMERS] + CONSUMER) * COLUMNS,
+        (block * (KIND[AT_CONSUMERS] * SLABS // 2) + CONSUMER * SLABS // 2) * BLOCK,
         expert,
         # The first projection gathers rows, and its results stay by position.
-        tile.to(gl.int64) * KIND[AT_HEIGHT] + FIRST_ROW + rows
-        if KIND[AT_GATHERS]
-        else slots.to(gl.int64),
+        tile.to(gl.int64) * KIND[AT_HEIGHT] + rows if KIND[AT_GATHERS] else slots.to(gl.int64),
         slots < num_slots,
         row_weights,
         (bias_ptr, out_ptr, None),
@@ -139,6 +154,7 @@ def _finish(
         ACTIVATION,
         2 if IS_GATED else 1,
         KIND[AT_COLUMN_TAIL],
+        columns,
     )
 
 
@@ -149,46 +165,38 @@ def _multiply_rows(
     stage,
     phase,
     parity,
-    FIRST: gl.constexpr,
-    SECOND: gl.constexpr,
+    ROWS: gl.constexpr,
     CONSUMER: gl.constexpr,
     KIND: gl.constexpr,
 ):
-    """An item of whose rows only the first FIRST + SECOND are any; the ring's next place."""
+    """An item of whose tile only the first ROWS rows are any; the ring's next place."""
     operands, pointers, sizes, alpha, limit = given
     # Of many rows they have no registers during the products.
-    if FIRST <= 32:
-        of_rows = _slots_of(item, pointers, sizes, 0, FIRST, KIND)
+    if ROWS <= 32:
+        of_rows = _slots_of(item, pointers, sizes, ROWS, KIND)
     if KIND[AT_SCALES_SUMS]:
-        sums0, sums1, stage, phase = multiply_scaling_sums(
-            operands, stage, phase, sizes[3], CONSUMER, KIND
-        )
+        sums, stage, phase = multiply_scaling_sums(operands, stage, phase, sizes[3], CONSUMER, KIND)
     else:
-        sums0, sums1, rest0, rest1, stage, phase = multiply_scaled(
-            operands, stage, phase, parity, sizes[3], FIRST, SECOND, CONSUMER, KIND
+        sums, stage, phase = multiply_scaled(
+            operands, stage, phase, parity, sizes[3], ROWS, CONSUMER, KIND
         )
-    if FIRST > 32:
-        of_rows = _slots_of(item, pointers, sizes, 0, FIRST, KIND)
-    _finish(sums0, sums1, of_rows, item, pointers, sizes, alpha, limit, 0, CONSUMER, KIND)
-    if SECOND > 0:
-        of_rows = _slots_of(item, pointers, sizes, FIRST, SECOND, KIND)
-        _finish(rest0, rest1, of_rows, item, pointers, sizes, alpha, limit, FIRST, CONSUMER, KIND)
+    if ROWS > 32:
+        of_rows = _slots_of(item, pointers, sizes, ROWS, KIND)
+    _finish(sums, of_rows, item, pointers, sizes, alpha, limit, CONSUMER, KIND)
     return stage, phase
 
 
 @gluon.jit
-def _slots_within(index, pointers, sizes, KIND: gl.constexpr):
-    """Of an item's tile the slots after half and after three quarters of its rows."""
+def _slot_after_half(index, pointers, sizes, KIND: gl.constexpr):
+    """Of an item's tile the slot after half of its rows."""
     num_tiles, num_blocks, _, _, _ = sizes
     HEIGHT: gl.constexpr = KIND[AT_HEIGHT]
     if KIND[AT_CUTS_TILES]:
         tile, _ = locate_pair(index, num_tiles, num_blocks, KIND[AT_GROUP_TILES])
-        slots_ptr = pointers[1] + tile * HEIGHT
         is_item = index < num_tiles * num_blocks
-        middle = gl.load(slots_ptr + HEIGHT // 2, mask=is_item, other=0)
-        return middle, gl.load(slots_ptr + HEIGHT * 3 // 4, mask=is_item, other=0)
+        return gl.load(pointers[1] + tile * HEIGHT + HEIGHT // 2, mask=is_item, other=0)
     else:
-        return index, index
+        return index
 
 
 @gluon.jit
@@ -197,42 +205,34 @@ def _consume(
     CONSUMER: gl.constexpr,
     KIND: gl.constexpr,
 ):
-    """A consumer: 128 rows of W of each item, products and epilogue.
+    """A consumer: 128 or 64 rows of W of each item, products and epilogue.
 
-    A tall tile that is not full, an expert's last, is multiplied as half or three quarters of one.
+    A tall tile of which half is empty, an expert's last, is multiplied as half a tile.
     """
     _, pointers, sizes, _, _ = given
     num_tiles, num_blocks, _, _, num_slots = sizes
     HEIGHT: gl.constexpr = KIND[AT_HEIGHT]
-    HALF: gl.constexpr = HEIGHT // 2
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    middle, late = _slots_within(gl.program_id(0), pointers, sizes, KIND)
+    middle = _slot_after_half(gl.program_id(0), pointers, sizes, KIND)
     for index in range(gl.program_id(0), num_tiles * num_blocks, gl.num_programs(0)):
         item = locate_pair(index, num_tiles, num_blocks, KIND[AT_GROUP_TILES])
         parity = index // gl.num_programs(0) & 1
         # Padding is at a tile's end: one slot says whether there are rows from there on. Loaded an
         # item ahead, so that nothing waits for it.
-        has_half = middle < num_slots
-        has_more = late < num_slots
-        middle, late = _slots_within(index + gl.num_programs(0), pointers, sizes, KIND)
+        is_tall = middle < num_slots
+        middle = _slot_after_half(index + gl.num_programs(0), pointers, sizes, KIND)
         if KIND[AT_CUTS_TILES]:
-            if has_more:
+            if is_tall:
                 stage, phase = _multiply_rows(
-                    given, item, stage, phase, parity, HEIGHT, 0, CONSUMER, KIND
-                )
-            elif has_half:
-                stage, phase = _multiply_rows(
-                    given, item, stage, phase, parity, HALF, HALF // 2, CONSUMER, KIND
+                    given, item, stage, phase, parity, HEIGHT, CONSUMER, KIND
                 )
             else:
                 stage, phase = _multiply_rows(
-                    given, item, stage, phase, parity, HALF, 0, CONSUMER, KIND
+                    given, item, stage, phase, parity, HEIGHT // 2, CONSUMER, KIND
                 )
         else:
-            stage, phase = _multiply_rows(
-                given, item, stage, phase, parity, HEIGHT, 0, CONSUMER, KIND
-            )
+            stage, phase = _multiply_rows(given, item, stage, phase, parity, HEIGHT, CONSUMER, KIND)
 
 
 @gluon.jit
@@ -250,7 +250,7 @@ def _load(
     gather,
     tile_experts_ptr,
     sizes,
-    NUM_CONSUMERS: gl.constexpr,
+    NUM_BLOCKS: gl.constexpr,
     GROUP: gl.constexpr,
     GROUP_TILES: gl.constexpr,
 ):
@@ -268,7 +268,7 @@ def _load(
     for index in range(gl.program_id(0), num_tiles * num_blocks, gl.num_programs(0)):
         tile, block = locate_pair(index, num_tiles, num_blocks, GROUP_TILES)
         expert = gl.load(tile_experts_ptr + tile)
-        w_block = expert * blocks_per_expert + block * NUM_CONSUMERS
+        w_block = expert * blocks_per_expert + block * NUM_BLOCKS
         if gather is not None:
             slots_ptr, num_slots, top_k, row_chunks, k_size = gather
             rows = gl.arange(0, HEIGHT, gl.SliceLayout(1, GATHER))
@@ -321,6 +321,7 @@ def project_packed_kernel(
     CHUNKS: gl.constexpr,
     STAGES: gl.constexpr,
     NUM_CONSUMERS: gl.constexpr,
+    SLABS: gl.constexpr,
     HAS_COLUMN_TAIL: gl.constexpr,
     GROUP_TILES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
@@ -330,7 +331,6 @@ def project_packed_kernel(
     STORED: gl.constexpr,
     IS_DEPENDENT: gl.constexpr,
 ):
-    await_predecessor(IS_DEPENDENT)
     GATHERS: gl.constexpr = top_k is not None
     IS_GATED: gl.constexpr = ACTIVATION != "none" and ACTIVATION != "relu2"
     FULL_COUNT: gl.constexpr = 129 if GATHERS else 1
@@ -340,9 +340,10 @@ def project_packed_kernel(
     PARTS: gl.constexpr = factors.block_shape[2] // 128
     DTYPE: gl.constexpr = factors.dtype
     C: gl.constexpr = NUM_CONSUMERS
-    FACTOR_BOXES: gl.constexpr = [STAGES, C, GROUPS, 128 * PARTS]
+    B: gl.constexpr = C * SLABS // 2  # blocks of an item
+    FACTOR_BOXES: gl.constexpr = [STAGES, B, GROUPS, 128 * PARTS]
     x_stages = gl.allocate_shared_memory(DTYPE, [STAGES * CHUNKS, HEIGHT, 64], X_LAYOUT)
-    word_boxes = gl.allocate_shared_memory(gl.int32, [STAGES, C, 4 * CHUNKS, 256], words.layout)
+    word_boxes = gl.allocate_shared_memory(gl.int32, [STAGES, B, 4 * CHUNKS, 256], words.layout)
     factor_boxes = gl.allocate_shared_memory(DTYPE, FACTOR_BOXES, factors.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -352,13 +353,15 @@ def project_packed_kernel(
         mbarrier.init(full.index(i), count=FULL_COUNT)
         mbarrier.init(empty.index(i), count=C)
     fence_async_shared()
-    word_stages = word_boxes._reinterpret(gl.int16, [STAGES * C * CHUNKS * 2, 32, 32], PLAIN)
-    factor_stages = factor_boxes._reinterpret(DTYPE, [STAGES * C * GROUPS * PARTS, 32, 4], PLAIN)
+    await_predecessor(IS_DEPENDENT)
+    word_stages = word_boxes._reinterpret(gl.int16, [STAGES * B * CHUNKS * 2, 32, 32], PLAIN)
+    factor_stages = factor_boxes._reinterpret(DTYPE, [STAGES * B * GROUPS * PARTS, 32, 4], PLAIN)
     num_tiles = gl.load(num_tiles_ptr)
     COLUMNS: gl.constexpr = 64 if IS_GATED else 128
     blocks_per_expert = gl.cdiv(num_columns, COLUMNS)
-    num_blocks = gl.cdiv(num_columns, COLUMNS * C)
-    num_k_blocks = gl.cdiv(k_size, 64 * CHUNKS)
+    num_blocks = gl.cdiv(num_columns, COLUMNS * B)
+    BLOCKS: gl.constexpr = 1 if SCALES_SUMS else stages_at_a_time(CHUNKS, SLABS, HEIGHT == 128)
+    num_k_blocks = gl.cdiv(k_size, 64 * CHUNKS * BLOCKS) * BLOCKS  # past the end all is 0
     operands = (x_stages, word_stages, factor_stages, full, empty, turn)
     pointers = (tile_experts_ptr, slots_ptr, topk_weights_ptr, bias_ptr, out_ptr)
     sizes = (num_tiles, num_blocks, num_columns, num_k_blocks, num_slots)
@@ -367,7 +370,7 @@ def project_packed_kernel(
         (slots_ptr, num_slots, top_k, row_chunks, k_size) if GATHERS else None,
         tile_experts_ptr,
         (num_tiles, num_blocks, blocks_per_expert, num_k_blocks),
-        C,
+        B,
         GROUP,
         GROUP_TILES,
     )
@@ -388,6 +391,7 @@ def project_packed_kernel(
         LEAD if C == 2 else 0,
         STORED,
         GROUPS == 2 * CHUNKS,
+        SLABS,
     )
     if C == 1:
         gl.warp_specialize(

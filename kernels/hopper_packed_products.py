@@ -1,7 +1,8 @@
 """The products of Hopper's packed GEMM: units of 64 x 64 weights, converted beside the matrix unit.
 
-kernels/hopper_packed_gemm.py says how they belong together. A consumer has 128 rows of W as two
-slabs; a *unit* is 64 columns of one of them, units 2 i and 2 i + 1 of a stage are chunk i of both.
+kernels/hopper_packed_gemm.py says how they belong together. A block of W is 128 rows, two slabs; a
+*unit* is 64 columns of one of them, units 2 i and 2 i + 1 of a block's stage are chunk i of both. A
+consumer has both slabs of a block, or one; its *steps* are its units of a stage, in order.
 `operands` are the stages (x [S * chunks, height, 64], words [.., 32, 32], factors [.., 32, 4]) and
 the barriers full, empty and turn.
 """
@@ -40,18 +41,33 @@ AT_CUTS_TILES = gl.constexpr(8)
 AT_LEAD = gl.constexpr(9)
 AT_STORED = gl.constexpr(10)
 AT_SHORT_GROUPS = gl.constexpr(11)  # whether a chunk has two groups
+AT_SLABS = gl.constexpr(12)  # of a consumer
+
+
+@gluon.constexpr_function
+def unit_of(step, consumer, slabs):
+    """A consumer's step as a unit of its block."""
+    return step if slabs == 2 else 2 * step + consumer % 2
+
+
+@gluon.constexpr_function
+def stages_at_a_time(num_chunks, slabs, is_full):
+    """Stages whose products `multiply_scaled` runs without a break: of eight steps where a tile of
+    128 rows is full, else of four, since there are more kinds of code then."""
+    return max(1, (8 if is_full else 4) // (num_chunks * slabs))
 
 
 @gluon.jit
 def _locate(operands, stage, UNIT: gl.constexpr, CONSUMER: gl.constexpr, KIND: gl.constexpr):
     """Where a unit's words are, and the first of its group's factors."""
     _, word_stages, factor_stages, full, _, _ = operands
-    COPIES: gl.constexpr = full.shape[0] * KIND[AT_CONSUMERS]
+    BLOCKS: gl.constexpr = KIND[AT_CONSUMERS] * KIND[AT_SLABS] // 2
+    COPIES: gl.constexpr = full.shape[0] * BLOCKS
     UNITS: gl.constexpr = word_stages.shape[0] // COPIES
     GROUPS: gl.constexpr = factor_stages.shape[0] // (COPIES * KIND[AT_PARTS])
     # Both slabs have a chunk's groups in common.
     FIRST: gl.constexpr = UNIT // 2 * (2 * GROUPS) // UNITS
-    part = stage * KIND[AT_CONSUMERS] + CONSUMER
+    part = stage * BLOCKS + CONSUMER * KIND[AT_SLABS] // 2
     return part * UNITS + UNIT, (part * GROUPS + FIRST) * KIND[AT_PARTS]
 
 
@@ -100,9 +116,10 @@ def _convert(fetched, OPERAND: gl.constexpr, DTYPE: gl.constexpr, KIND: gl.const
 
 @gluon.jit
 def _scale_sum(
-    total, part, operands, stage, UNIT: gl.constexpr, CONSUMER: gl.constexpr, KIND: gl.constexpr
+    total, part, operands, stage, STEP: gl.constexpr, CONSUMER: gl.constexpr, KIND: gl.constexpr
 ):
-    """total + a group's sum of products, times its scales: the group that UNIT ends."""
+    """total + a group's sum of products, times its scales: the group that STEP ends."""
+    UNIT: gl.constexpr = unit_of(STEP, CONSUMER, KIND[AT_SLABS])
     _, factors_at = _locate(operands, stage, UNIT, CONSUMER, KIND)
     upper, lower = _factors_at(operands, factors_at, UNIT, KIND)
     scales = gl.join(upper, lower).reshape([4, 8, 2]).permute([0, 2, 1]).reshape([64])
@@ -119,20 +136,24 @@ def multiply_scaling_sums(
     CONSUMER: gl.constexpr,
     KIND: gl.constexpr,
 ):
-    """An item's products, of which a group's sum is scaled: both slabs' [64, height], ring's place.
+    """An item's products, of which a group's sum is scaled: each slab's [64, height], ring's place.
 
     Conversions are half as long so, and a low tile's sums few. A unit is converted while the
-    product of the one before it runs.
+    product of the one before it runs, into the other of two sums: of the other slab, or where a
+    consumer has one slab of every second chunk.
     """
     x_stages, _, factor_stages, full, empty, _ = operands
     STAGES: gl.constexpr = full.shape[0]
     HEIGHT: gl.constexpr = x_stages.shape[1]
     CHUNKS: gl.constexpr = x_stages.shape[0] // STAGES
-    UNITS: gl.constexpr = 2 * CHUNKS
+    SLABS: gl.constexpr = KIND[AT_SLABS]
+    STEPS: gl.constexpr = SLABS * CHUNKS
     # Chunks whose products are summed before a scale multiplies the sum.
     SUMMED: gl.constexpr = (
-        CHUNKS * STAGES * KIND[AT_CONSUMERS] * KIND[AT_PARTS] // factor_stages.shape[0]
-    )
+        CHUNKS * STAGES * (KIND[AT_CONSUMERS] * SLABS // 2) * KIND[AT_PARTS]
+    ) // factor_stages.shape[0]
+    # The number of chunks that begin sums of a group; as many end them.
+    FIRST: gl.constexpr = 2 // SLABS
     DTYPE: gl.constexpr = x_stages.dtype
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEIGHT, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -141,46 +162,92 @@ def multiply_scaling_sums(
     total0 = gl.full([64, HEIGHT], 0.0, gl.float32, MMA)
     total1 = gl.full([64, HEIGHT], 0.0, gl.float32, MMA)
     mbarrier.wait(full.index(stage), phase)
-    ready = _convert(_fetch(operands, stage, 0, CONSUMER, KIND), OPERAND, DTYPE, KIND)
+    if KIND[AT_GATHERS]:
+        fence_async_shared()
+    fetched = _fetch(operands, stage, unit_of(0, CONSUMER, SLABS), CONSUMER, KIND)
+    ready = _convert(fetched, OPERAND, DTYPE, KIND)
     for k_block in range(num_k_blocks):
-        if KIND[AT_GATHERS]:
-            fence_async_shared()
-        for unit in gl.static_range(UNITS):
-            x = x_stages.index(stage * CHUNKS + unit // 2).permute([1, 0])
-            use_acc = unit // 2 % SUMMED > 0
-            if unit % 2 == 0:
+        for step in gl.static_range(STEPS):
+            x = x_stages.index(stage * CHUNKS + step // SLABS).permute([1, 0])
+            use_acc = step // SLABS % SUMMED >= FIRST
+            if step % 2 == 0:
                 acc0 = warpgroup_mma(ready, x, acc0, use_acc=use_acc, is_async=True)
             else:
                 acc1 = warpgroup_mma(ready, x, acc1, use_acc=use_acc, is_async=True)
-            if unit > 0:
+            if step > 0:
                 acc0, acc1 = warpgroup_mma_wait(1, deps=[acc0, acc1])
-                if (unit - 1) // 2 % SUMMED == SUMMED - 1:
-                    if unit % 2 == 1:
-                        total0 = _scale_sum(total0, acc0, operands, stage, unit - 1, CONSUMER, KIND)
+                if (step - 1) // SLABS % SUMMED >= SUMMED - FIRST:
+                    if step % 2 == 1:
+                        total0 = _scale_sum(total0, acc0, operands, stage, step - 1, CONSUMER, KIND)
                     else:
-                        total1 = _scale_sum(total1, acc1, operands, stage, unit - 1, CONSUMER, KIND)
-            if unit + 1 < UNITS:
-                fetched = _fetch(operands, stage, unit + 1, CONSUMER, KIND)
+                        total1 = _scale_sum(total1, acc1, operands, stage, step - 1, CONSUMER, KIND)
+            if step + 1 < STEPS:
+                fetched = _fetch(
+                    operands, stage, unit_of(step + 1, CONSUMER, SLABS), CONSUMER, KIND
+                )
                 ready = _convert(fetched, OPERAND, DTYPE, KIND)
             else:
                 done = stage
                 stage, phase = next_stage(stage, phase, STAGES)
                 mbarrier.wait(full.index(stage), phase, pred=k_block + 1 < num_k_blocks)
-                fetched = _fetch(operands, stage, 0, CONSUMER, KIND)
+                if KIND[AT_GATHERS]:
+                    fence_async_shared()
+                fetched = _fetch(operands, stage, unit_of(0, CONSUMER, SLABS), CONSUMER, KIND)
                 ready = _convert(fetched, OPERAND, DTYPE, KIND)
                 acc0, acc1, ready = warpgroup_mma_wait(0, deps=[acc0, acc1, ready])
-                total1 = _scale_sum(total1, acc1, operands, done, unit, CONSUMER, KIND)
+                total1 = _scale_sum(total1, acc1, operands, done, step, CONSUMER, KIND)
                 mbarrier.arrive(empty.index(done))
-    return total0, total1, stage, phase
+    if SLABS == 2:
+        return (total0, total1), stage, phase
+    else:
+        return (total0 + total1,), stage, phase
 
 
 @gluon.jit
-def _rows_of(x_stages, at, FIRST: gl.constexpr, ROWS: gl.constexpr):
-    """Rows FIRST to FIRST + ROWS - 1 of a chunk of x, as the right operand [64, ROWS]."""
+def _first_rows(x_stages, at, ROWS: gl.constexpr):
+    """Of a chunk of x, as the right operand [64, ROWS]."""
     chunk = x_stages.index(at)
     if x_stages.shape[1] != ROWS:
-        chunk = chunk.slice(FIRST, ROWS)
+        chunk = chunk.slice(0, ROWS)
     return chunk.permute([1, 0])
+
+
+@gluon.jit
+def _release(operands, stage, k_block, takes_turns, CONSUMER: gl.constexpr, KIND: gl.constexpr):
+    """Give a stage back whose products are done; and, from consumer 0, the turn to consumer 1."""
+    mbarrier.arrive(operands[4].index(stage))
+    if KIND[AT_LEAD] > 0 and CONSUMER == 0:
+        mbarrier.arrive(operands[5], pred=takes_turns & (k_block == KIND[AT_LEAD] - 1))
+
+
+@gluon.jit
+def _zeros(ROWS: gl.constexpr, SLABS: gl.constexpr):
+    """Sums of each slab [64, ROWS]."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    if SLABS == 2:
+        return (
+            gl.full([64, ROWS], 0.0, gl.float32, MMA),
+            gl.full([64, ROWS], 0.0, gl.float32, MMA),
+        )
+    else:
+        return (gl.full([64, ROWS], 0.0, gl.float32, MMA),)
+
+
+@gluon.jit
+def _wait_for_others(sums):
+    """Sums, when of their products only the last one is under way."""
+    waited = warpgroup_mma_wait(1, deps=sums)
+    if len(sums) == 1:
+        return (waited,)
+    else:
+        return waited
+
+
+@gluon.jit
+def _add_product(sums, at: gl.constexpr, weights, x, use_acc):
+    """Sums, of which that at `at` gets a product that is under way."""
+    added = warpgroup_mma(weights, x, sums[at], use_acc=use_acc, is_async=True)
+    return sums[:at] + (added,) + sums[at + 1 :]  # noqa: RUF005 - Triton has no starred items
 
 
 @gluon.jit
@@ -190,87 +257,78 @@ def multiply_scaled(
     phase,
     parity,
     num_k_blocks,
-    FIRST: gl.constexpr,
-    SECOND: gl.constexpr,
+    ROWS: gl.constexpr,
     CONSUMER: gl.constexpr,
     KIND: gl.constexpr,
 ):
-    """An item's products with scaled weights, of the first FIRST rows and the SECOND after them.
+    """An item's products with scaled weights, of the first ROWS rows of its tile.
 
-    Both slabs' sums [64, FIRST], both of [64, SECOND] (where that is 0 the first again), the ring's
-    next place. Of three units at a time one multiplies, the next becomes a fragment, and of the one
-    after it words are fetched, so that conversions are between a unit's products, also from stage
-    to stage. Consumer 1 waits for its turn in items of this parity, when consumer 0 has finished
-    LEAD stages of its own: then the epilogue of each is under the other's products. ptxas runs all
-    products one by one where one is still under way at the loop's end while a fragment is made.
+    Each slab's sums [64, ROWS] and the ring's next place. Of three units at a time one multiplies,
+    the next becomes a fragment, and of the one after it words are fetched, so that conversions are
+    between a unit's products, also from stage to stage. After `stages_at_a_time`, of which the ring
+    is given a multiple, products end before the next begin: ptxas runs all products one by one
+    where one is still under way at the loop's end while a fragment is made. Consumer 1 waits for
+    its turn in items of this parity, when consumer 0 has finished LEAD stages of its own: then the
+    epilogue of each is under the other's products.
     """
-    x_stages, _, _, full, empty, turn = operands
+    x_stages, _, _, full, _, turn = operands
     STAGES: gl.constexpr = full.shape[0]
     CHUNKS: gl.constexpr = x_stages.shape[0] // STAGES
-    UNITS: gl.constexpr = 2 * CHUNKS
+    SLABS: gl.constexpr = KIND[AT_SLABS]
+    STEPS: gl.constexpr = SLABS * CHUNKS
+    BLOCKS: gl.constexpr = stages_at_a_time(CHUNKS, SLABS, ROWS == 128)
     LEAD: gl.constexpr = KIND[AT_LEAD]
     DTYPE: gl.constexpr = x_stages.dtype
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST, 16])
-    REST: gl.constexpr = FIRST if SECOND == 0 else SECOND
-    REST_MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST, 16])
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    REST_OPERAND: gl.constexpr = gl.DotOperandLayout(0, REST_MMA, 2)
-    acc0 = gl.full([64, FIRST], 0.0, gl.float32, MMA)
-    acc1 = gl.full([64, FIRST], 0.0, gl.float32, MMA)
-    if SECOND > 0:
-        rest0 = gl.full([64, REST], 0.0, gl.float32, REST_MMA)
-        rest1 = gl.full([64, REST], 0.0, gl.float32, REST_MMA)
+    sums = _zeros(ROWS, SLABS)
     takes_turns = num_k_blocks >= STAGES
     if LEAD > 0 and CONSUMER == 1:
         mbarrier.wait(turn, parity, pred=takes_turns)
     mbarrier.wait(full.index(stage), phase)
-    ready = _convert(_fetch(operands, stage, 0, CONSUMER, KIND), OPERAND, DTYPE, KIND)
-    fetched = _fetch(operands, stage, 1, CONSUMER, KIND)
-    for k_block in range(num_k_blocks):
-        if KIND[AT_GATHERS]:
-            fence_async_shared()
-        following, following_phase = next_stage(stage, phase, STAGES)
-        for unit in gl.static_range(UNITS):
-            at = stage * CHUNKS + unit // 2
-            x = _rows_of(x_stages, at, 0, FIRST)
-            use_acc = (k_block > 0) | (unit > 1)
-            if unit % 2 == 0:
-                acc0 = warpgroup_mma(ready, x, acc0, use_acc=use_acc, is_async=True)
-            else:
-                acc1 = warpgroup_mma(ready, x, acc1, use_acc=use_acc, is_async=True)
-            if SECOND > 0:
-                rest = gl.convert_layout(ready, REST_OPERAND, assert_trivial=True)
-                x = _rows_of(x_stages, at, FIRST, REST)
-                if unit % 2 == 0:
-                    rest0 = warpgroup_mma(rest, x, rest0, use_acc=use_acc, is_async=True)
-                else:
-                    rest1 = warpgroup_mma(rest, x, rest1, use_acc=use_acc, is_async=True)
-            if unit > 0:
-                if SECOND > 0:
-                    acc0, acc1, rest0, rest1 = warpgroup_mma_wait(
-                        2, deps=[acc0, acc1, rest0, rest1]
+    if KIND[AT_GATHERS]:
+        fence_async_shared()
+    ready = _convert(
+        _fetch(operands, stage, unit_of(0, CONSUMER, SLABS), CONSUMER, KIND), OPERAND, DTYPE, KIND
+    )
+    fetched = _fetch(operands, stage, unit_of(1, CONSUMER, SLABS), CONSUMER, KIND)
+    for first_block in range(0, num_k_blocks, BLOCKS):
+        done = stage
+        for part in gl.static_range(BLOCKS):
+            k_block = first_block + part
+            following, following_phase = next_stage(stage, phase, STAGES)
+            for step in gl.static_range(STEPS):
+                at = stage * CHUNKS + step // SLABS
+                use_acc = (k_block > 0) | (step >= SLABS)
+                x = _first_rows(x_stages, at, ROWS)
+                sums = _add_product(sums, step % SLABS, ready, x, use_acc)
+                if part + step > 0:
+                    sums = _wait_for_others(sums)
+                    if step == 0:
+                        _release(operands, done, k_block - 1, takes_turns, CONSUMER, KIND)
+                ready = _convert(fetched, OPERAND, DTYPE, KIND)
+                if step + 2 < STEPS:
+                    fetched = _fetch(
+                        operands, stage, unit_of(step + 2, CONSUMER, SLABS), CONSUMER, KIND
                     )
                 else:
-                    acc0, acc1 = warpgroup_mma_wait(1, deps=[acc0, acc1])
-            ready = _convert(fetched, OPERAND, DTYPE, KIND)
-            if unit + 2 < UNITS:
-                fetched = _fetch(operands, stage, unit + 2, CONSUMER, KIND)
-            else:
-                if unit + 2 == UNITS:
-                    more = k_block + 1 < num_k_blocks
-                    mbarrier.wait(full.index(following), following_phase, pred=more)
-                fetched = _fetch(operands, following, unit + 2 - UNITS, CONSUMER, KIND)
-        if SECOND > 0:
-            acc0, acc1, rest0, rest1, ready = warpgroup_mma_wait(
-                0, deps=[acc0, acc1, rest0, rest1, ready]
-            )
-        else:
-            acc0, acc1, ready = warpgroup_mma_wait(0, deps=[acc0, acc1, ready])
-        mbarrier.arrive(empty.index(stage))
-        if LEAD > 0 and CONSUMER == 0:
-            mbarrier.arrive(turn, pred=takes_turns & (k_block == LEAD - 1))
-        stage, phase = following, following_phase
-    if SECOND > 0:
-        return acc0, acc1, rest0, rest1, stage, phase
-    else:
-        return acc0, acc1, acc0, acc1, stage, phase
+                    if step + 2 == STEPS:
+                        more = k_block + 1 < num_k_blocks
+                        mbarrier.wait(full.index(following), following_phase, pred=more)
+                        if KIND[AT_GATHERS]:
+                            fence_async_shared()
+                    fetched = _fetch(
+                        operands,
+                        following,
+                        unit_of(step + 2 - STEPS, CONSUMER, SLABS),
+                        CONSUMER,
+                        KIND,
+                    )
+            done = stage
+            stage, phase = following, following_phase
+        # The fragment among them: it is made before the wait.
+        waited = warpgroup_mma_wait(0, deps=sums + (ready,))  # noqa: RUF005
+        sums = waited[:SLABS]
+        ready = waited[SLABS]
+        _release(operands, done, first_block + BLOCKS - 1, takes_turns, CONSUMER, KIND)
+    return sums, stage, phase

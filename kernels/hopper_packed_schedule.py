@@ -4,6 +4,7 @@ The one place that decides: what `takes_hopper_packed` does not take stays with 
 (kernels/packed_gemm.py), from the repacking at load on.
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -19,15 +20,10 @@ from ep_runtime.kernels.quant.scheme import QuantScheme, WeightScheme
 from ep_runtime.kernels.tiles import rows_per_expert
 from ep_runtime.kernels.workspace import aligned_bytes
 
-# Whether layers use it. Not yet: a first form of the kernel ran on an H200 (int4 in groups of 128:
-# right in all 50 ways of cutting it, and faster than the Triton kernels in every cell; see
-# docs/performance.md), but its loops and the order of its rows are others since, and what they are
-# now has been compiled and not run. Its GPU tests set this; once they have passed, it goes.
-IS_PROVEN = False
 # TMA reads rows, and cp.async copies them, that start at multiples of 16 bytes.
 _COLUMN_UNIT = 8
 # Rows an expert from which weights are unpacked once a call. On an H200, 8 experts of DeepSeek-V3
-# and 4096 rows each: 5.1 ms packed, 3.8 ms from 16-bit weights and about 0.3 ms to write those.
+# and 4096 rows each: both projections 4.44 ms packed, 4.28 ms unpacked, which includes unpacking.
 UNPACKED_FROM = 2000
 # Of workspace: 0.44 GiB are the first projection of those.
 MAX_UNPACKED_BYTES = 1 << 30
@@ -58,7 +54,7 @@ def takes_hopper_packed(shape: ExpertsShape, device: torch.device) -> bool:
     takes_scheme = (scheme.weight is WeightScheme.INT4 or is_mxfp4) and packed_fault(scheme) is None
     sizes = (shape.hidden_size, shape.intermediate_size)
     takes_rows = shape.dtype.itemsize == 2 and all(size % _COLUMN_UNIT == 0 for size in sizes)
-    return IS_PROVEN and takes_scheme and takes_rows and _is_sm_90(device)
+    return takes_scheme and takes_rows and _is_sm_90(device)
 
 
 @cache
@@ -85,7 +81,10 @@ def choose_tiles_of_packed(
     if not takes_hopper_packed(shape, device):
         return choose_packed_tiles(num_rows, num_source_rows, shape, device)
     expected = rows_per_expert(num_rows, num_source_rows, shape)
-    tiles = hopper_packed_tiles(expected, shape.scheme)
+    num_experts = shape.num_local_experts
+    if not is_batched:
+        num_experts = min(num_experts, num_rows * shape.top_k)
+    tiles = hopper_packed_tiles(expected, shape, num_experts)
     unpacks = not is_batched and expected >= UNPACKED_FROM and unpacked_bytes(num_rows, shape) > 0
     return replace(tiles, unpacks=unpacks)
 
@@ -96,20 +95,37 @@ def unpacked_bytes(num_rows: int, shape: ExpertsShape) -> int:
     widest = 2 * shape.intermediate_size
     elements = shape.num_local_experts * widest * shape.hidden_size
     num_bytes = aligned_bytes(elements * shape.dtype.itemsize)
-    if not IS_PROVEN or _has_short_groups(shape.scheme):
+    if _has_short_groups(shape.scheme):
         return 0  # unpack_weight has one scale a chunk
     has_rows = num_rows * shape.top_k >= UNPACKED_FROM * shape.num_local_experts
     return num_bytes if has_rows and num_bytes <= MAX_UNPACKED_BYTES else 0
 
 
-def hopper_packed_tiles(expected: float, scheme: QuantScheme) -> HopperPackedExpertsTiles:
-    """For `expected` rows an expert: the lowest height whose reach they are within."""
-    height = next((height for height, reach in _REACHES.items() if expected <= reach), _TALLEST)
-    tiles = _TILES[height]
-    if not _has_short_groups(scheme):
-        return tiles
-    gate_up, down = (_for_short_groups(one, scheme) for one in (tiles.gate_up, tiles.down))
+def hopper_packed_tiles(
+    expected: float, shape: ExpertsShape, num_experts: int
+) -> HopperPackedExpertsTiles:
+    """For `expected` rows an expert, of at most so many experts with rows: the first tiles whose
+    reach they are within, of less of W each where the usual ones would leave processors idle."""
+    tiles = next(tiles for reach, tiles in _TILES if expected <= reach)
+    gated = 2 if shape.activation.is_gated else 1
+    gate_up, down = (
+        _for_items(one, tiles.block_m, num_experts * -(-num_columns * parts // _ITEM_ROWS))
+        for one, num_columns, parts in (
+            (tiles.gate_up, shape.intermediate_size, gated),
+            (tiles.down, shape.hidden_size, 1),
+        )
+    )
+    if _has_short_groups(shape.scheme):
+        gate_up, down = (_for_short_groups(one, shape.scheme) for one in (gate_up, down))
     return replace(tiles, gate_up=gate_up, down=down)
+
+
+def _for_items(one: Schedule, height: int, num_items: int) -> Schedule:
+    """The schedule for at most so many items of 256 rows of W, as one of two consumers has them."""
+    if height not in _FEW_ITEMS or num_items > _MULTIPROCESSORS:
+        return one
+    all_busy, more_items = _FEW_ITEMS[height]
+    return more_items if 2 * num_items <= _MULTIPROCESSORS else all_busy
 
 
 def _has_short_groups(scheme: QuantScheme) -> bool:
@@ -123,26 +139,47 @@ def _for_short_groups(one: Schedule, scheme: QuantScheme) -> Schedule:
     return replace(one, scales_sums=False, num_stages=one.num_stages - fewer)
 
 
-# Rows an expert up to which a height is taken: half of the experts have more than the mean, and
-# each further tile of an expert converts its weights anew. Tall tiles that are not full are cut
-# (`cuts_tiles`). The schedules are those of the least regret on an H200, even routing, over the
-# shapes of benchmarks/experts_cells.py in int4 with groups of 128. Of low tiles scales multiply
-# sums; of tall ones that would be more work than scaling weights.
-_REACHES = {16: 10, 32: 22, 64: 44}
-_TALLEST = 128
-_TILES = {
-    16: HopperPackedExpertsTiles(
-        16, gate_up=Schedule(2, 2, 5, 1, 2, True), down=Schedule(2, 2, 5, 1, 2, True)
+_ITEM_ROWS = 256
+_MULTIPROCESSORS = 132  # of an H100 or H200
+# Where items are fewer than multiprocessors: four consumers to an item, a slab each; where there
+# are fewer than half as many, items of half as many rows.
+_FEW_ITEMS = {
+    16: (
+        Schedule(4, 2, 8, 1, 1, True, num_slabs=1),
+        Schedule(2, 2, 8, 1, 2, True, num_slabs=1),
     ),
-    32: HopperPackedExpertsTiles(32, gate_up=Schedule(2, 2, 4, 1, 2), down=Schedule(2, 2, 4, 1, 2)),
-    64: HopperPackedExpertsTiles(
-        64,
-        gate_up=Schedule(2, 2, 6, 4, cuts_tiles=True),
-        down=Schedule(2, 2, 6, 4, cuts_tiles=True),
-    ),
-    128: HopperPackedExpertsTiles(
-        128,
-        gate_up=Schedule(2, 2, 4, 8, cuts_tiles=True),
-        down=Schedule(2, 2, 4, 8, cuts_tiles=True),
-    ),
+    32: (Schedule(4, 2, 7, 1, num_slabs=1), Schedule(2, 2, 6, 1, 2, num_slabs=1)),
 }
+# Tiles by the rows an expert up to which they are taken: half of the experts have more than the
+# mean, and each further tile of an expert converts its weights anew. Tall tiles of which half is
+# empty are cut (`cuts_tiles`). The schedules are those of the least regret on an H200, with even
+# routing, over the shapes of benchmarks/experts_cells.py in int4 with groups of 128. Of low tiles
+# scales multiply sums; of tall ones that would be more work than scaling weights.
+_TILES = (
+    (
+        10,
+        HopperPackedExpertsTiles(
+            16, gate_up=Schedule(2, 2, 5, 1, 2, True), down=Schedule(2, 2, 5, 1, 2, True)
+        ),
+    ),
+    (
+        22,
+        HopperPackedExpertsTiles(32, gate_up=Schedule(2, 2, 4, 1, 2), down=Schedule(2, 2, 4, 1, 2)),
+    ),
+    (
+        44,
+        HopperPackedExpertsTiles(
+            64,
+            gate_up=Schedule(2, 2, 6, 1, cuts_tiles=True, lead_blocks=2),
+            down=Schedule(2, 2, 6, 1, cuts_tiles=True, lead_blocks=2),
+        ),
+    ),
+    (
+        math.inf,
+        HopperPackedExpertsTiles(
+            128,
+            gate_up=Schedule(2, 2, 4, 8, cuts_tiles=True),
+            down=Schedule(2, 2, 4, 8, cuts_tiles=True),
+        ),
+    ),
+)

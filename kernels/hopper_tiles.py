@@ -202,13 +202,17 @@ def finish_columns(
     ACTIVATION: gl.constexpr,
     NUM_HALVES: gl.constexpr,
     HAS_COLUMN_TAIL: gl.constexpr,
+    columns=None,  # [n], which they are from first_column on; else in order
 ):
     """Bias, activation, router weight, quantisation, store: of n columns from first_column on."""
     bias_ptr, out_ptr, out_scales_ptr = pointers
     LAYOUT: gl.constexpr = gate.type.layout
     COLUMNS: gl.constexpr = gate.shape[1]
-    columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
-    is_column = columns < (num_columns - first_column if HAS_COLUMN_TAIL else COLUMNS)
+    # Every second column is that of a slab of two, at most.
+    WIDTH: gl.constexpr = COLUMNS if columns is None else 2 * COLUMNS
+    if columns is None:
+        columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+    is_column = columns < (num_columns - first_column if HAS_COLUMN_TAIL else WIDTH)
     if bias_ptr is not None:
         bias_ptrs = bias_ptr + expert.to(gl.int64) * (NUM_HALVES * num_columns) + first_column
         gate_bias = gl.load(bias_ptrs + columns, mask=is_column, other=0.0).to(gl.float32)

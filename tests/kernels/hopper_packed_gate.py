@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from triton.runtime.jit import JITFunction
 
-from ep_runtime.kernels.base import Activation, ActivationKind
+from ep_runtime.kernels.base import Activation, ActivationKind, ExpertsShape
 from ep_runtime.kernels.hopper_packed_gemm import (
+    HopperPackedSchedule,
     project_down_hopper_packed,
     project_gate_up_hopper_packed,
 )
@@ -42,16 +43,25 @@ class PackedGateCase:
     has_bias: bool = False
     dtype: torch.dtype = torch.bfloat16
     stored: str = "int4"
+    num_experts: int = 64  # with rows
 
     @property
     def cut(self) -> HopperPackedExpertsTiles:
         weight = WeightScheme.MXFP4 if self.stored == "e2m1" else WeightScheme.INT4
         scheme = QuantScheme(weight, self.group_size, self.has_zeros)
-        return hopper_packed_tiles(self.rows_per_expert, scheme)
+        activation = Activation(self.activation or ActivationKind.SILU)
+        columns = self.num_columns
+        shape = ExpertsShape(64, columns, columns, 8, activation, self.dtype, scheme=scheme)
+        return hopper_packed_tiles(self.rows_per_expert, shape, self.num_experts)
+
+    @property
+    def schedule(self) -> HopperPackedSchedule:
+        return self.cut.down if self.activation is None else self.cut.gate_up
 
 
 CASES = (
     PackedGateCase("16: silu", 4, 4096, 1536, ActivationKind.SILU),
+    PackedGateCase("16: silu, few items", 4, 7168, 2048, ActivationKind.SILU, 64, num_experts=8),
     PackedGateCase("16: down, mxfp4", 4, 2880, 2880, None, 32, has_bias=True, stored="e2m1"),
     PackedGateCase("64: down, zeros, float16", 40, 1536, 4096, None, 64, True, True, torch.float16),
     PackedGateCase("128: silu, a scale a row", 500, 7168, 2048, ActivationKind.SILU, None),
@@ -89,7 +99,7 @@ def launch(case: PackedGateCase) -> None:
             out=empty(positions, case.num_columns, dtype=case.dtype),
             top_k=8,
             bias=bias,
-            schedule=cut.gate_up,
+            schedule=case.schedule,
         )
         return
     project_down_hopper_packed(
@@ -99,7 +109,7 @@ def launch(case: PackedGateCase) -> None:
         out=empty(8 * NUM_ROWS, case.num_columns, dtype=case.dtype),
         topk_weights=empty(8 * NUM_ROWS, dtype=torch.float32),
         bias=bias,
-        schedule=cut.down,
+        schedule=case.schedule,
     )
 
 
@@ -133,7 +143,7 @@ def main() -> None:
                 "name": case.name,
                 "height": keywords["HEIGHT"],
                 "dtype": "f16" if case.dtype is torch.float16 else "bf16",
-                "programs_per_sm": case.cut.down.programs_per_sm,
+                "programs_per_sm": case.schedule.programs_per_sm,
                 "products": sorted({kind for kind, _ in products}),
                 "left_in_registers": bool(products) and all(left == "{" for _, left in products),
                 "dependent": ptx.count("griddepcontrol.wait"),

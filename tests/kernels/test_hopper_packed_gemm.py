@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,6 @@ from ep_runtime.kernels.hopper_packed_schedule import (
     choose_tiles_of_packed,
     hopper_packed_tiles,
     takes_hopper_packed,
-    unpacked_bytes,
 )
 from ep_runtime.kernels.packed_schedule import PackedExpertsTiles
 from ep_runtime.kernels.quant.scheme import QuantScheme, WeightScheme
@@ -51,24 +51,10 @@ LAYER = ExpertsCase("layer", 40, 5, 512, 256, 2, dtype=torch.bfloat16)
 INT4 = PackedCase("int4", LAYER, int4())
 
 
-@pytest.fixture(autouse=True)
-def proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper_packed_schedule, "IS_PROVEN", True)
-
-
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     monkeypatch.setattr(hopper_packed_schedule, "_is_sm_90", lambda device: device.type == "cuda")
     return torch.device("cuda")
-
-
-def test_until_it_has_run_as_it_is_layers_take_the_triton_kernels(
-    on_hopper: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert takes_hopper_packed(INT4.shape, on_hopper)
-    monkeypatch.setattr(hopper_packed_schedule, "IS_PROVEN", False)
-    assert not takes_hopper_packed(INT4.shape, on_hopper)
-    assert unpacked_bytes(1 << 20, INT4.shape) == 0
 
 
 @pytest.mark.parametrize(
@@ -118,10 +104,28 @@ def test_tune_refuses_layers_without_tiles(on_hopper: torch.device) -> None:
 
 def test_tiles_get_no_lower_with_more_rows() -> None:
     every = (0, 1, 8, 16, 32, 64, 128, 4096)
-    heights = [hopper_packed_tiles(rows, int4()).block_m for rows in every]
+    heights = [hopper_packed_tiles(rows, INT4.shape, 5).block_m for rows in every]
     assert heights == sorted(heights)
     assert heights[0] == 16
     assert heights[-1] == 128
+
+
+@pytest.mark.parametrize("rows", [2, 20])
+def test_layers_with_fewer_items_than_multiprocessors_cut_them_finer(rows: int) -> None:
+    """Mixtral: 64 blocks of 256 rows of an expert's first projection, 16 of its second."""
+    case = ExpertsCase("mixtral", 1, 8, 4096, 14336, 2, dtype=torch.bfloat16)
+    shape = PackedCase("mixtral", case, int4()).shape
+
+    def slabs(num_experts: int) -> list[tuple[int, int]]:
+        tiles = hopper_packed_tiles(rows, shape, num_experts)
+        return [(one.num_consumers, one.num_slabs) for one in (tiles.gate_up, tiles.down)]
+
+    usual = (2, 2)
+    assert slabs(1) == [(4, 1), (2, 1)]  # 112 and 16 items
+    assert slabs(2) == [usual, (2, 1)]  # 224 and 32
+    assert slabs(8) == [usual, (4, 1)]  # 896 and 128
+    assert slabs(9) == [usual, usual]
+    assert hopper_packed_tiles(100, shape, 1) == hopper_packed_tiles(100, shape, 8)
 
 
 def launched(**changes: Any) -> None:
@@ -141,7 +145,10 @@ def launched(**changes: Any) -> None:
         activation=case.shape.activation,
         out=torch.empty(len(aligned.slots), changes.get("width", 256), dtype=torch.bfloat16),
         top_k=2,
-        schedule=HopperPackedSchedule(),
+        schedule=HopperPackedSchedule(
+            cuts_tiles=changes.get("cuts_tiles", False),
+            scales_sums=changes.get("scales_sums", False),
+        ),
     )
 
 
@@ -152,10 +159,12 @@ def launched(**changes: Any) -> None:
         ({"rows": torch.zeros(40, 516, dtype=torch.bfloat16)[:, 1:513]}, "multiples of 16 bytes"),
         ({"rows": torch.zeros(40, 576, dtype=torch.bfloat16)}, r"must be \(4, 36, 256\)"),
         ({"block_m": 8}, r"tiles of \(16, 32, 64, 128\) rows, not 8"),
+        ({"block_m": 16, "cuts_tiles": True}, "no half of tiles of 16 rows"),
+        ({"block_m": 128, "scales_sums": True}, "up to 64 rows, not 128"),
         ({"group_size": 96}, r"group_size \(96\) must be a power of two from 32 on"),
         ({"width": 192}, "words of an expert"),
     ],
-    ids=["dtype", "alignment", "columns", "height", "group", "width"],
+    ids=["dtype", "alignment", "columns", "height", "half", "sums", "group", "width"],
 )
 def test_operands_that_it_cannot_read_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
@@ -165,6 +174,12 @@ def test_operands_that_it_cannot_read_are_refused(changes: dict[str, Any], messa
 def test_schedules_that_no_kernel_has_are_refused() -> None:
     with pytest.raises(PlanError, match=r"num_consumers \(3\) must be 1, 2 or 4"):
         HopperPackedSchedule(num_consumers=3)
+    with pytest.raises(
+        PlanError, match=r"num_slabs \(1\) must be 2, or 1 for num_consumers 2 or 4"
+    ):
+        HopperPackedSchedule(num_consumers=1, num_slabs=1)
+    with pytest.raises(PlanError, match="a stage must have two steps"):
+        HopperPackedSchedule(num_chunks=1, num_slabs=1)
     with pytest.raises(PlanError, match=r"num_stages \(1\) must be at least 2"):
         HopperPackedSchedule(num_stages=1)
     with pytest.raises(PlanError, match=r"lead_blocks \(1\) is for two consumers"):
@@ -185,7 +200,7 @@ def test_it_compiles_for_sm_90_into_what_it_was_written_for() -> None:
     assert done.returncode == 0, done.stderr
     for entry in json.loads(done.stdout):
         dtype, height = entry["dtype"], entry["height"]
-        cut = {height, height // 2, height // 4} if height >= 64 else {height}
+        cut = {height, height // 2} if height >= 64 else {height}
         kinds = {f"m64n{rows}k16.f32.{dtype}.{dtype}" for rows in cut}
         assert set(entry["products"]) == kinds, entry
         assert entry["left_in_registers"], entry
@@ -225,11 +240,20 @@ ON_CUDA = [
 ]
 # A schedule of each kind that the rule or its candidates have, beside the rule's own.
 SCHEDULES = {
-    16: [HopperPackedSchedule(4, 2, 5, 1, 1, True), HopperPackedSchedule(2, 4, 4, 1, 1, False)],
-    32: [HopperPackedSchedule(4, 2, 4, 1), HopperPackedSchedule(1, 2, 6, 1, 2, True)],
+    16: [
+        HopperPackedSchedule(2, 2, 5, 1, 2, True),
+        HopperPackedSchedule(2, 4, 4, 1, 1, False),
+        HopperPackedSchedule(4, 4, 4, 1, 1, True, num_slabs=1),
+    ],
+    32: [
+        HopperPackedSchedule(2, 2, 4, 1, 2),
+        HopperPackedSchedule(1, 2, 6, 1, 2, True),
+        HopperPackedSchedule(2, 4, 4, 1, 1, False, True, num_slabs=1),
+    ],
     64: [
         HopperPackedSchedule(2, 1, 8, 4, lead_blocks=2),
         HopperPackedSchedule(2, 2, 6, 4, scales_sums=True),
+        HopperPackedSchedule(4, 2, 6, 4, num_slabs=1),
     ],
     128: [
         HopperPackedSchedule(2, 1, 8, 2),
@@ -238,6 +262,19 @@ SCHEDULES = {
     ],
 }
 ROWS_OF = {16: 1.0, 32: 20.0, 64: 40.0, 128: 500.0}
+# Compiling each case anew takes most of the time; these are cut and called in all ways.
+IN_ALL_WAYS = [
+    packed
+    for packed in ON_CUDA
+    if packed.name in {"zeros", "mxfp4, long", "last tiles of every height"}
+]
+
+
+def each_with(usual: Sequence[int], in_all_ways: Sequence[int]) -> list[tuple[PackedCase, int]]:
+    """Every case with the usual numbers, and those that are called in all ways with more."""
+    return [(packed, number) for packed in ON_CUDA for number in usual] + [
+        (packed, number) for packed in IN_ALL_WAYS for number in in_all_ways
+    ]
 
 
 def aligned_of(expert_input: StandardExpertInput, packed: PackedCase, height: int) -> AlignedSlots:
@@ -256,8 +293,7 @@ def poisoned(num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("height", SCHEDULES)
-@pytest.mark.parametrize("packed", ON_CUDA, ids=str)
+@pytest.mark.parametrize(("packed", "height"), each_with([16, 64], [32, 128]), ids=str)
 def test_projections_equal_their_definitions(packed: PackedCase, height: int) -> None:
     """Into NaN, from rows with gaps; and the same bits when it is done again."""
     device, case = torch.device("cuda"), packed.case
@@ -266,10 +302,12 @@ def test_projections_equal_their_definitions(packed: PackedCase, height: int) ->
     stored = packed.weights(device)
     plain = packed.dequantized(stored)
     w13, w2 = hopper_words(pack_hopper_weights(stored, packed.shape), packed.shape)
-    rule = hopper_packed_tiles(ROWS_OF[height], packed.scheme)
+    rule = hopper_packed_tiles(ROWS_OF[height], packed.shape, case.num_experts)
     assert rule.block_m == height
     is_short = packed.scheme.weight is WeightScheme.MXFP4 or packed.scheme.group_size == 32
+    is_in_all_ways = packed in IN_ALL_WAYS
     more = [one for one in SCHEDULES[height] if not (is_short and one.scales_sums)]
+    more = more if is_in_all_ways else []
     is_slot = aligned.slots < aligned.num_slots
 
     wide = poisoned(case.num_rows, case.hidden_size + 24, case.dtype)
@@ -300,12 +338,13 @@ def test_projections_equal_their_definitions(packed: PackedCase, height: int) ->
     generator = torch.Generator().manual_seed(9)
     values = torch.randn(int(is_slot.sum()), case.intermediate_size, generator=generator)
     activated[is_slot] = values.to(device, case.dtype)
-    for weights in (expert_input.topk_weights.flatten(), None):
+    topk_weights = expert_input.topk_weights.flatten()
+    for weights in (topk_weights, None) if is_in_all_ways else (topk_weights,):
         expected = poisoned(aligned.num_slots, case.hidden_size, torch.float32)
         project_down_reference(
             GemmRows(activated), plain, aligned, slot_weights=weights, out=expected
         )
-        for schedule in (rule.down, *more):
+        for schedule in (rule.down,) if weights is None else (rule.down, *more):
             outs = [poisoned(aligned.num_slots, case.hidden_size, case.dtype) for _ in range(2)]
             for out in outs:
                 project_down_hopper_packed(
@@ -329,8 +368,7 @@ def reference(packed: PackedCase, expert_input: Any) -> Tensor:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [1, 40, 160, 900])
-@pytest.mark.parametrize("packed", ON_CUDA, ids=str)
+@pytest.mark.parametrize(("packed", "num_rows"), each_with([40, 900], [1, 160]), ids=str)
 def test_experts_equal_the_reference(packed: PackedCase, num_rows: int) -> None:
     """Whole calls of every height, in a poisoned workspace of the promised size."""
     device = torch.device("cuda")
@@ -363,8 +401,7 @@ def test_rows_that_start_anywhere_and_no_rows_at_all() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("capacity", [3, 40, 200])
-@pytest.mark.parametrize("packed", ON_CUDA, ids=str)
+@pytest.mark.parametrize(("packed", "capacity"), each_with([40], [3, 200]), ids=str)
 def test_batched_rows_equal_the_reference(packed: PackedCase, capacity: int) -> None:
     """An expert without rows, one with few, one that is full; NaN past the counts."""
     device, case = torch.device("cuda"), packed.case

@@ -35,11 +35,6 @@ CASES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper_packed_schedule, "IS_PROVEN", True)
-
-
 def poisoned(like: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.full_like(like, torch.nan, dtype=dtype)
 
