@@ -23,11 +23,15 @@ from ep_runtime.kernels.hopper_packed_products import (
     AT_HEIGHT,
     AT_SCALES_SUMS,
     AT_SLABS,
+    AT_STORED,
     multiply_scaled,
     multiply_scaling_sums,
     stages_at_a_time,
 )
 from ep_runtime.kernels.hopper_tiles import finish_columns, locate_pair, next_stage
+
+# What sums of products with e2m1 weights lack; see `E2M1_SCALE` in kernels/hopper_packed_layout.py.
+E2M1_SUMS = gl.constexpr(2.0**64)
 
 
 @gluon.constexpr_function
@@ -135,6 +139,9 @@ def _finish(
     if bias_ptr is not None:
         expert = gl.load(tile_experts_ptr + tile)
     gate, up = _in_output_order(sums, IS_GATED)
+    if KIND[AT_STORED] == "e2m1":
+        gate *= E2M1_SUMS
+        up *= E2M1_SUMS
     columns = None
     if SLABS == 1:
         columns = _columns_of_slab(ROWS, CONSUMER % 2, KIND)

@@ -27,6 +27,10 @@ BLOCK_ROWS = 2 * SLAB_ROWS
 MIN_GROUP = CHUNK_COLUMNS // 2
 MXFP4_GROUP = 32
 _OFFSETS = {torch.bfloat16: 128, torch.float16: 1024}
+# An e2m1 code's bits where bfloat16 has them are its value times 2^-126: scales are kept times
+# 2^62, so that their products are weights times 2^-64, which is given back to sums.
+E2M1_SCALE = 2.0**62
+MAX_E2M1_SCALE = 2.0**64
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,8 @@ class HopperWords:
     groups, 128] in the layer's dtype, the scales: number 4 (8 w + g) + 2 i + h is of row
     16 w + 8 h + g of slab i; with zero points [.., 256], 128 centres after the scales: a zero point
     plus 128, of float16 plus 1024. num_columns: N, of a gated w13 N / 2. group_size: columns that
-    share a scale, a power of two from 32 on; None: all. stored: int4 | e2m1, what a code is.
+    share a scale, a power of two from 32 on; None: all. stored: int4 | e2m1, what a code is; words
+    of e2m1 are as `spread_e2m1` leaves them, scales times E2M1_SCALE.
     """
 
     words: Tensor
@@ -85,8 +90,22 @@ def pack_codes(codes: Tensor, rows: Tensor) -> Tensor:
     return words.view(rows.shape[0], 4 * num_chunks, 256)
 
 
+def spread_e2m1(words: Tensor) -> Tensor:
+    """Words of e2m1 codes, int32, with bits where few operations make bfloat16 of them.
+
+    Sign, then magnitude, of code p of a half word, to bits: 15, 8 7 6 where bfloat16 has them;
+    12, 5 4 3 and 9, 2 1 0 three and six lower; and what is left, 14, 13 11 10.
+    """
+    places = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 13, 11, 10))
+    spread = torch.zeros_like(words)
+    for p, bits in enumerate(places):
+        for i, bit in enumerate(bits):
+            spread |= ((words >> (4 * p + 3 - i)) & 0x00010001) << bit
+    return spread
+
+
 def unpack_codes(words: Tensor, rows: Tensor, num_rows: int, num_columns: int) -> Tensor:
-    """The inverse: codes [N, K] uint8."""
+    """The inverse of `pack_codes`: codes [N, K] uint8."""
     num_blocks, num_chunks = words.shape[0], words.shape[1] // 4
     fields = unpack_pairs(words.contiguous().view(torch.uint8).flatten(1))
     shape = (num_blocks, num_chunks, 2, 4, 8, 4, 4, 2, 2, 2)
@@ -127,7 +146,15 @@ def pack_hopper_words(
 
     values: [E, N, K / 2] uint8, the even column in the low nibble. scales: [E, N, groups] bf16 or
     fp16. zero_points: the same, uint8 codes. Beside what it returns it takes about 4 * N * K bytes.
+    ValueError for e2m1 codes with scales above 2^64.
     """
+    if stored == "e2m1":
+        if scales.numel() and scales.max() > MAX_E2M1_SCALE:
+            raise ValueError(
+                f"a scale of mxfp4 weights is {scales.max().item():.3g}; they must be at most 2^64 "
+                f"here, which weights of a sound checkpoint are far below"
+            )
+        scales = scales * E2M1_SCALE
     num_experts, num_rows, half = values.shape
     num_columns = num_rows // 2 if is_gated else num_rows
     rows = block_rows(num_columns, is_gated=is_gated).to(values.device)
@@ -135,7 +162,8 @@ def pack_hopper_words(
     words = values.new_empty((num_experts, len(rows), 4 * chunks, 256), dtype=torch.int32)
     factors = scales.new_empty((num_experts, len(rows), scales.shape[2], parts, BLOCK_ROWS))
     for expert in range(num_experts):
-        words[expert] = pack_codes(unpack_pairs(values[expert]), rows)
+        packed = pack_codes(unpack_pairs(values[expert]), rows)
+        words[expert] = spread_e2m1(packed) if stored == "e2m1" else packed
         factors[expert, :, :, 0] = pack_factors(scales[expert], rows)
         if zero_points is not None:
             centres = zero_points[expert].to(scales.dtype) + offset_of(scales.dtype)

@@ -142,13 +142,14 @@ def _for_short_groups(one: Schedule, scheme: QuantScheme) -> Schedule:
 _ITEM_ROWS = 256
 _MULTIPROCESSORS = 132  # of an H100 or H200
 # Where items are fewer than multiprocessors: four consumers to an item, a slab each; where there
-# are fewer than half as many, items of half as many rows.
+# are fewer than half as many, items of half as many rows, with stages enough that no two programs
+# share a multiprocessor.
 _FEW_ITEMS = {
     16: (
         Schedule(4, 2, 8, 1, 1, True, num_slabs=1),
-        Schedule(2, 2, 8, 1, 2, True, num_slabs=1),
+        Schedule(2, 2, 14, 1, 1, True, num_slabs=1),
     ),
-    32: (Schedule(4, 2, 7, 1, num_slabs=1), Schedule(2, 2, 6, 1, 2, num_slabs=1)),
+    32: (Schedule(4, 2, 7, 1, num_slabs=1), Schedule(2, 2, 11, 1, num_slabs=1)),
 }
 # Tiles by the rows an expert up to which they are taken: half of the experts have more than the
 # mean, and each further tile of an expert converts its weights anew. Tall tiles of which half is

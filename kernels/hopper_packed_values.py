@@ -38,44 +38,56 @@ FACTORS = gl.constexpr(
 )
 
 
+# Sign, exponent and mantissa of an e2m1 code where bfloat16 has them, of both halves of a word.
+_E2M1_MASK = "0x81c081c0"
+
+
 @gluon.constexpr_function
 def conversion(stored, is_scaled, has_centres, dtype):
     """Assembly that turns $4 into four registers of two 16-bit values each.
 
     int4: 128 + code is 0x4300 | code of bfloat16, which counts ones in its last seven bits there;
     of float16 1024 + code is 0x6400 | code. From it that plus 8, or the centre, is subtracted,
-    exactly. e2m1: sign, exponent and mantissa, put where the wider float has them, are the value
-    but for 2^126 (2^14 of float16), which multiplies it, exactly. Then the row's scale multiplies
-    it, rounded once.
+    exactly. Then the row's scale multiplies it, rounded once. e2m1 in bfloat16: as
+    kernels/hopper_packed_layout.py spreads its bits they are the value times 2^-126, which the
+    scale multiplies, exactly.
     Inputs: $4 words, scales of both rows where scaled, centres of both rows where there are any.
     """
-    is_bfloat16 = str(dtype) == "bf16"
-    kind = "bf16x2" if is_bfloat16 else "f16x2"
+    kind = "bf16x2" if str(dtype) == "bf16" else "f16x2"
+    if stored == "e2m1":
+        if not is_scaled or has_centres or kind != "bf16x2":
+            raise ValueError("e2m1 weights are bfloat16 with scales and without zero points here")
+        return _e2m1_conversion()
     lines = ["{ .reg .b32 q, v;"]
     for p in range(4):
         target = "v" if is_scaled else f"${p}"
-        if stored == "e2m1":
-            left = (6 if is_bfloat16 else 9) - 4 * p
-            mask = "0x01c001c0" if is_bfloat16 else "0x0e000e00"
-            factor = "0x7e807e80" if is_bfloat16 else "0x74007400"
-            shift = f"shl.b32 v, $4, {left};" if left >= 0 else f"shr.u32 v, $4, {-left};"
-            lines += [f"shl.b32 q, $4, {12 - 4 * p};", "and.b32 q, q, 0x80008000;", shift]
-            lines += [f"lop3.b32 v, v, {mask}, q, 0xea;", f"mov.b32 q, {factor};"]
-            lines.append(f"mul.rn.{kind} {target}, v, q;")
-        else:
-            magic = "0x43004300" if is_bfloat16 else "0x64006400"
-            source = "$4"
-            if p > 0:
-                lines.append(f"shr.u32 q, $4, {4 * p};")
-                source = "q"
-            lines.append(f"lop3.b32 v, {source}, 0x000f000f, {magic}, 0xea;")
-            if not has_centres:
-                lines.append(f"mov.b32 q, {magic.replace('00', '08')};")
-            subtracted = f"${(7 if is_scaled else 5) + p % 2}" if has_centres else "q"
-            lines.append(f"sub.rn.{kind} {target}, v, {subtracted};")
+        magic = "0x43004300" if kind == "bf16x2" else "0x64006400"
+        source = "$4"
+        if p > 0:
+            lines.append(f"shr.u32 q, $4, {4 * p};")
+            source = "q"
+        lines.append(f"lop3.b32 v, {source}, 0x000f000f, {magic}, 0xea;")
+        if not has_centres:
+            lines.append(f"mov.b32 q, {magic.replace('00', '08')};")
+        subtracted = f"${(7 if is_scaled else 5) + p % 2}" if has_centres else "q"
+        lines.append(f"sub.rn.{kind} {target}, v, {subtracted};")
         if is_scaled:
             lines.append(f"mul.rn.{kind} ${p}, v, ${5 + p % 2};")
     return " ".join([*lines, "}"])
+
+
+@gluon.constexpr_function
+def _e2m1_conversion():
+    lines = ["{ .reg .b32 q, v;", f"and.b32 v, $4, {_E2M1_MASK};", "mul.rn.bf16x2 $0, v, $5;"]
+    for p in (1, 2):
+        lines += [f"shl.b32 v, $4, {3 * p};", f"and.b32 v, v, {_E2M1_MASK};"]
+        lines.append(f"mul.rn.bf16x2 ${p}, v, ${5 + p % 2};")
+    # Of the last one the mantissa and lower exponent bit, the upper one, the sign: 0xe4 takes what
+    # is under the mask from the first operand, the rest from the second.
+    lines += ["shr.u32 v, $4, 4;", "shr.u32 q, $4, 5;", "lop3.b32 v, v, q, 0x00c000c0, 0xe4;"]
+    lines += ["shl.b32 q, $4, 1;", "lop3.b32 v, q, v, 0x80008000, 0xe4;"]
+    lines += [f"and.b32 v, v, {_E2M1_MASK};", "mul.rn.bf16x2 $3, v, $6; }"]
+    return " ".join(lines)
 
 
 @gluon.constexpr_function

@@ -85,15 +85,24 @@ def fragment_of(words: Tensor, scales: Tensor, centres: Tensor | None, stored: s
     group = torch.arange(32) // 2 % 4 * len(scales) // 4
     registers = []
     for p in range(4):
-        codes = (words.int() >> 4 * p) & 15
         if stored == "e2m1":
-            values = E2M1[codes].to(dtype)
+            values = e2m1_register(words.int(), p)
         else:
+            codes = (words.int() >> 4 * p) & 15
             values = (codes + offset).to(dtype) - centres[group, :, p % 2].T
         registers.append(values * scales[group, :, p % 2].T)
     p0, p1, p2, p3 = registers
     values = torch.stack((torch.stack((p0, p2), -1), torch.stack((p1, p3), -1)), -1)
     return values.reshape(4, 8, 4, 4, 2, 2, 2).permute(0, 6, 1, 3, 5, 2, 4).reshape(64, 64)
+
+
+def e2m1_register(words: Tensor, p: int) -> Tensor:
+    """Of half words' code p the value times 2^-126, as its bits in bfloat16."""
+    if p < 3:
+        bits = (words << 3 * p) & 0x81C0
+    else:
+        bits = ((words << 1) & 0x8000) | ((words >> 5) & 0x0100) | ((words >> 4) & 0x00C0)
+    return bits.to(torch.uint16).view(torch.bfloat16)
 
 
 def blocks_of(packed: HopperWords) -> list[Tensor]:
@@ -162,16 +171,29 @@ def test_registers_hold_the_weights_of_the_rows_that_the_results_are_stored_to(
 
 @pytest.mark.parametrize("is_gated", [True, False])
 def test_registers_hold_mxfp4_weights(is_gated: bool) -> None:
-    """K ends in the middle of a chunk; scales from the smallest to a very large one."""
+    """K ends in the middle of a chunk; scales from 2^-60 to 2^64, weights times 2^-64."""
     stored = draw(208, 160, 32)
-    exponents = torch.arange(208 * 5).remainder(240).reshape(208, 5).to(torch.uint8)
+    exponents = torch.arange(208 * 5).remainder(125).reshape(208, 5).add(67).to(torch.uint8)
     scales = exponent_scales(exponents, torch.bfloat16)
     assert torch.equal(scales.double(), 2.0 ** (exponents.double() - 127))
     packed = pack_hopper_words(
         pack_pairs(stored.codes)[None], scales[None], 32, is_gated=is_gated, stored="e2m1"
     )
     weights = E2M1[stored.codes.int()] * scales.float().repeat_interleave(32, 1)
-    assert_held(weights.bfloat16(), packed)
+    assert_held((weights * 2.0**-64).bfloat16(), packed)
+
+
+def test_exponent_scales_are_powers_of_two_from_the_smallest_on() -> None:
+    exponents = torch.arange(255, dtype=torch.uint8)
+    scales = exponent_scales(exponents, torch.bfloat16)
+    assert torch.equal(scales.double(), 2.0 ** (exponents.double() - 127))
+
+
+def test_scales_that_no_checkpoint_has_are_refused() -> None:
+    scales = torch.full((1, 128, 2), 2.0**65, dtype=torch.bfloat16)
+    values = torch.zeros(1, 128, 32, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"a scale of mxfp4 weights is 3\.69e\+19"):
+        pack_hopper_words(values, scales, 32, is_gated=False, stored="e2m1")
 
 
 def assert_held(weights: Tensor, packed: HopperWords) -> None:
