@@ -46,6 +46,8 @@ def test_the_committed_record_is_drawn(record: Any, tmp_path: Path) -> None:
     assert (tmp_path / "launches.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_every_committed_record_has_its_picture() -> None:
-    records = {path.stem for path in RESULTS.glob("*.json")}
+def test_every_committed_record_of_times_has_its_picture() -> None:
+    """Audits and traces are read as they are; docs/streams.md says what they show."""
+    records = {path.stem for path in RESULTS.glob("*.json") if not path.match("audit_*")}
+    records -= {"marlin_streams", "overlap_trace"}
     assert records == {path.stem for path in RESULTS.glob("*.png")}
