@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ep_runtime.kernels.base import ExpertsShape, ExpertWeights
+from ep_runtime.kernels.errors import CheckpointError
 from ep_runtime.kernels.quant.packing import pack_pairs, unpack_pairs
 from ep_runtime.kernels.quant.scheme import QuantParameters, WeightScheme
 
@@ -30,7 +31,8 @@ _OFFSETS = {torch.bfloat16: 128, torch.float16: 1024}
 # An e2m1 code's bits where bfloat16 has them are its value times 2^-126: scales are kept times
 # 2^62, so that their products are weights times 2^-64, which is given back to sums.
 E2M1_SCALE = 2.0**62
-MAX_E2M1_SCALE = 2.0**64
+MAX_EXPONENT = 64  # of scales, so that none becomes infinite
+_EXPONENT_BIAS = 127
 
 
 @dataclass(frozen=True)
@@ -146,14 +148,8 @@ def pack_hopper_words(
 
     values: [E, N, K / 2] uint8, the even column in the low nibble. scales: [E, N, groups] bf16 or
     fp16. zero_points: the same, uint8 codes. Beside what it returns it takes about 4 * N * K bytes.
-    ValueError for e2m1 codes with scales above 2^64.
     """
     if stored == "e2m1":
-        if scales.numel() and scales.max() > MAX_E2M1_SCALE:
-            raise ValueError(
-                f"a scale of mxfp4 weights is {scales.max().item():.3g}; they must be at most 2^64 "
-                f"here, which weights of a sound checkpoint are far below"
-            )
         scales = scales * E2M1_SCALE
     num_experts, num_rows, half = values.shape
     num_columns = num_rows // 2 if is_gated else num_rows
@@ -175,13 +171,15 @@ def pack_hopper_weights(weights: ExpertWeights, shape: ExpertsShape) -> ExpertWe
     """Both projections as `pack_hopper_words` leaves them; `hopper_words` reads the result.
 
     The words take the values' place, the factors the scales', in which zero points are then.
-    ValueError for weights without scales.
+    ValueError for weights without scales, CheckpointError for mxfp4 scales above 2^64 or NaN.
     """
 
     def packed(
-        values: Tensor, quant: QuantParameters | None, is_gated: bool
+        name: str, values: Tensor, quant: QuantParameters | None, is_gated: bool
     ) -> tuple[Tensor, QuantParameters]:
         scales = _scales_of(quant).scales
+        if _stored(shape) == "e2m1":
+            _refuse_large_exponents(name, scales)
         found = pack_hopper_words(
             values,
             exponent_scales(scales, shape.dtype) if scales.dtype is torch.uint8 else scales,
@@ -192,8 +190,8 @@ def pack_hopper_weights(weights: ExpertWeights, shape: ExpertsShape) -> ExpertWe
         )
         return found.words, QuantParameters(found.factors)
 
-    w13, w13_quant = packed(weights.w13, weights.w13_quant, shape.activation.is_gated)
-    w2, w2_quant = packed(weights.w2, weights.w2_quant, False)
+    w13, w13_quant = packed("w13", weights.w13, weights.w13_quant, shape.activation.is_gated)
+    w2, w2_quant = packed("w2", weights.w2, weights.w2_quant, False)
     biases = [
         None if bias is None else bias.contiguous() for bias in (weights.w13_bias, weights.w2_bias)
     ]
@@ -216,6 +214,19 @@ def hopper_words(weights: ExpertWeights, shape: ExpertsShape) -> tuple[HopperWor
         HopperWords(weights.w13, w13, shape.intermediate_size, group_size, is_gated, stored),
         HopperWords(weights.w2, w2, shape.hidden_size, group_size, False, stored),
     )
+
+
+def _refuse_large_exponents(name: str, scales: Tensor) -> None:
+    """scales: [E, N, groups] ue8m0."""
+    largest = int(scales.max()) if scales.numel() else 0
+    if largest - _EXPONENT_BIAS > MAX_EXPONENT:
+        expert, row, group = (int(index[0]) for index in (scales == largest).nonzero(as_tuple=True))
+        raise CheckpointError(
+            f"{name} scales: expert {expert}, row {row}, columns from {MXFP4_GROUP * group} on "
+            f"have the ue8m0 scale {largest} (2^{largest - _EXPONENT_BIAS}; 255 is NaN); experts "
+            f"triton takes up to 2^{MAX_EXPONENT}: repair the checkpoint, or choose experts: "
+            f"reference"
+        )
 
 
 def exponent_scales(scales: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ep_runtime.kernels.errors import CheckpointError
 from ep_runtime.kernels.hopper_packed_layout import (
     HopperWords,
     block_rows,
@@ -21,7 +22,7 @@ from ep_runtime.kernels.hopper_packed_layout import (
 )
 from ep_runtime.kernels.quant.packing import pack_pairs
 from tests.kernels.cases import ExpertsCase
-from tests.kernels.packed_cases import PackedCase, int4
+from tests.kernels.packed_cases import MXFP4, PackedCase, int4
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 SIZES = [(128, 64), (256, 384), (208, 192), (96, 40)]
@@ -189,11 +190,16 @@ def test_exponent_scales_are_powers_of_two_from_the_smallest_on() -> None:
     assert torch.equal(scales.double(), 2.0 ** (exponents.double() - 127))
 
 
-def test_scales_that_no_checkpoint_has_are_refused() -> None:
-    scales = torch.full((1, 128, 2), 2.0**65, dtype=torch.bfloat16)
-    values = torch.zeros(1, 128, 32, dtype=torch.uint8)
-    with pytest.raises(ValueError, match=r"a scale of mxfp4 weights is 3\.69e\+19"):
-        pack_hopper_words(values, scales, 32, is_gated=False, stored="e2m1")
+@pytest.mark.parametrize(("scale", "words"), [(192, r"192 \(2\^65;"), (255, "255 is NaN")])
+def test_scales_of_a_broken_checkpoint_are_refused_where_they_are(scale: int, words: str) -> None:
+    case = ExpertsCase("layer", 4, 3, 96, 64, 2, dtype=torch.bfloat16)
+    packed = PackedCase("mxfp4", case, MXFP4)
+    weights = packed.weights(torch.device("cpu"))
+    pack_hopper_weights(weights, packed.shape)
+    assert weights.w2_quant is not None
+    weights.w2_quant.scales[2, 40, 1] = scale
+    with pytest.raises(CheckpointError, match=rf"w2 scales: expert 2, row 40, .* 32 .*{words}"):
+        pack_hopper_weights(weights, packed.shape)
 
 
 def assert_held(weights: Tensor, packed: HopperWords) -> None:
