@@ -87,10 +87,19 @@ def load_model(
     for first in range(0, ctx.world_size, ctx.parallel.ep_size):
         group = reports[first : first + ctx.parallel.ep_size]
         prove_coverage(wanted, group)
+    _agree(ctx, lambda: _finish_loading(layers), lambda _: None)
     for i, layer in layers.items():
-        layer.finish_loading()
         skeleton.set_block(i, MoEBlock(layer, skeleton.family.returns_router_scores))
     return ExpertParallelModel(skeleton, list(layers.values()), plans[opened.moe], report).eval()
+
+
+def _finish_loading(layers: Mapping[int, MoELayer]) -> None:
+    """Bring the experts into their kernels' layouts, which may refuse values of this rank's."""
+    for i, layer in layers.items():
+        try:
+            layer.finish_loading()
+        except CheckpointError as error:
+            raise CheckpointError(f"layer {i}, experts of rank {layer.ctx.rank}: {error}") from None
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from ep_runtime.distributed import EPContext
 from ep_runtime.expert_loading import ExpertBuffers, ExpertLoader
 from ep_runtime.failure import FailureLimits
 from ep_runtime.generation import greedy_generate
+from ep_runtime.kernels.base import ExpertWeights
 from ep_runtime.kernels.errors import CheckpointError, ConfigError, RankFailure
 from ep_runtime.models import load_model
 from ep_runtime.stored_weight import StoredWeight
@@ -239,6 +240,28 @@ def test_an_expert_that_no_rank_reads_ends_all_ranks() -> None:
     for outcome in rank_outcomes(load_less, World(2).parallel(), path, 1, 6):
         assert isinstance(outcome.error, CheckpointError)
         assert "layer 0 expert 6 down: 0 times" in str(outcome.error)
+
+
+def load_what_a_kernel_refuses(ctx: EPContext, path: str) -> None:
+    """As load_model, but rank 1's kernel finds a value that it cannot take."""
+    from ep_runtime.kernels.reference_experts import ReferenceExperts
+
+    def refuse(self: ReferenceExperts, weights: ExpertWeights) -> ExpertWeights:
+        raise CheckpointError("w2 scales: expert 2 has one that is too large")
+
+    if ctx.rank == 1:
+        setattr(ReferenceExperts, "prepare_weights", refuse)  # noqa: B010
+    load_model(path, ctx, experts="reference", progress=False)
+
+
+def test_weights_that_a_ranks_kernel_refuses_end_all_ranks() -> None:
+    path = str(tiny_checkpoint("mixtral"))
+    parallel = World(2).parallel()
+    outcomes = rank_outcomes(load_what_a_kernel_refuses, parallel, path)
+    for outcome, error_type in zip(outcomes, (RankFailure, CheckpointError), strict=True):
+        assert isinstance(outcome.error, error_type)
+        assert "layer 0, experts of rank 1: w2 scales: expert 2" in str(outcome.error)
+    assert "rank 1 failed to load the checkpoint" in str(outcomes[0].error)
 
 
 def compare_dense_part(ctx: EPContext, path: str, expected: dict[str, Tensor]) -> list[str]:
