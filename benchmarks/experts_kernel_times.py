@@ -14,6 +14,8 @@ from ep_runtime.kernel_times import TimedLayer, TimedPoint, TimesTable
 from ep_runtime.kernels.errors import ConfigError
 
 _DTYPE = "bfloat16"
+_BOTH = ("ep_runtime", "ep_runtime_marlin")
+_TABLES_OF_BOTH = [t.name for t in TABLES.values() if set(_BOTH) <= set(t.implementations)]
 
 
 def times_table(records: Sequence[Mapping[str, Any]], name: str) -> TimesTable:
@@ -37,8 +39,9 @@ def times_table(records: Sequence[Mapping[str, Any]], name: str) -> TimesTable:
         points[cell["tokens_per_rank"]] = TimedPoint(cell["tokens_per_rank"], us)
     if not layers:
         raise ConfigError(
-            "no cell of the records has right times of two of this project's kernels; measure with "
-            "what marlin needs installed"
+            "no cell of the records has right times of two of this project's kernels; measure "
+            f"--tables {','.join(_TABLES_OF_BOTH)} with --implementations {','.join(_BOTH)}, where "
+            f"vLLM's Marlin is installed (the committed records were measured without {_BOTH[1]})"
         )
     return TimesTable(
         name=name,

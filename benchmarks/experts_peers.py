@@ -38,10 +38,17 @@ from benchmarks.experts_ratios import OWN
 from benchmarks.experts_record import add_ratios, build_record, print_record, summarise_cells
 from benchmarks.experts_timing import measure_ceilings
 from benchmarks.experts_warm import jobs_of, run_jobs
+from benchmarks.record_file import (
+    EXPERTS,
+    draw_record,
+    naming_records,
+    read_record,
+    whole_file,
+)
 from ep_runtime.kernel_times import read_kernel_times, times_values
 from ep_runtime.kernels.errors import ConfigError
 from ep_runtime.launch.bench_plot import prepare_plot_file
-from ep_runtime.launch.json_file import prepare_file, prepare_json_file, write_json
+from ep_runtime.launch.json_file import prepare_json_file, write_json
 
 
 def names_of(known: Sequence[str]) -> Callable[[str], list[str]]:
@@ -163,9 +170,9 @@ def compile_group(options: argparse.Namespace) -> int:
 
 def measure(options: argparse.Namespace) -> int:
     """Write the record after every group of cells, so that a run that is cut off leaves one."""
+    start, device = time.perf_counter(), device_of_this_machine()
     prepare_json_file(options.json)
     prepare_plot_file(options.plot)
-    start, device = time.perf_counter(), device_of_this_machine()
     effort = Effort(options.rounds, options.turn_ms / 1e3)
     left_out = ("json", "plot", "arguments")
     record = build_record(
@@ -252,10 +259,14 @@ def _place(table: str, shape: str, tokens_per_rank: int) -> str:
 
 def write_kernel_times(records: Sequence[Path], output: Path) -> int:
     """The records' times of this project's kernels as a table of ep_runtime/kernel_times.py."""
-    prepare_file("--output", output, str(output.parent))
-    table = times_table([json.loads(path.read_text()) for path in records], output.name)
-    write_json(output, times_values(table))
-    read_kernel_times(output)
+    if output.suffix != ".json":
+        raise ConfigError(f"--output {output}: tables are looked up as *.json; end its name so")
+    values = [read_record(path, EXPERTS) for path in records]
+    with naming_records(records, EXPERTS):
+        table = times_table(values, output.name)
+    with whole_file(output, makes_folders=True) as part:
+        part.write_text(json.dumps(times_values(table), indent=2) + "\n", encoding="utf-8")
+        read_kernel_times(part)
     for layer, points in table.layers:
         print(f"{layer}: {', '.join(str(point.tokens_per_rank) for point in points)} tokens")
     return 0
@@ -266,8 +277,7 @@ def main(arguments: Sequence[str]) -> int:
     options.arguments = list(arguments)
     try:
         if options.command == "plot":
-            prepare_plot_file(options.picture)
-            write_plot(json.loads(options.record.read_text()), options.picture)
+            draw_record(options.record, options.picture, EXPERTS, write_plot)
             return 0
         if options.command == "kernel-times":
             return write_kernel_times(options.records, options.output)

@@ -6,10 +6,10 @@ python benchmarks/plot_record.py benchmarks/results/NAME.json benchmarks/results
 import sys
 from pathlib import Path
 
-from ep_runtime.launch.bench_job import read_record
-from ep_runtime.launch.bench_plot import prepare_plot_file, write_plot
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a script's own folder is there, not the root
+
+from benchmarks.record_file import BENCH, draw_command
+from ep_runtime.launch.bench_plot import write_plot
 
 if __name__ == "__main__":
-    record_file, plot_file = map(Path, sys.argv[1:])
-    prepare_plot_file(plot_file)
-    write_plot(read_record(record_file), plot_file)
+    sys.exit(draw_command(sys.argv[1:], BENCH, write_plot))

@@ -30,6 +30,7 @@ from ep_runtime.all2all.base import BackendShape, EPGroup, RoutedTokens
 from ep_runtime.all2all.symm_mem import SymmMemBackend
 from ep_runtime.all2all.symmetric_buffer import SymmetricBuffer, virtual_buffers
 from ep_runtime.config import DTYPES, MoEConfig
+from ep_runtime.kernels.errors import ConfigError
 from ep_runtime.kernels.quant.scheme import RowScheme
 from ep_runtime.kernels.symm_put_results import put_results
 from ep_runtime.kernels.symm_put_tokens import put_tokens
@@ -319,6 +320,14 @@ def measure_case(ranks: VirtualRanks, copy_gbps: float | None) -> Any:
 
 
 def main(arguments: list[str]) -> int:
+    try:
+        return measure(arguments)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def measure(arguments: list[str]) -> int:
     options = parse_arguments(arguments)
     prepare_json_file(options.json)
     prepare_plot_file(options.plot)

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ep_runtime.launch.bench_job import read_record
-from ep_runtime.launch.bench_plot import prepare_plot_file
+from benchmarks.record_file import SYMM_MEM, draw_command
 
 WHOLE_CALL, FLOOR, HOST = "whole call, graph", "floor of all bytes", "host, eager"
 _MARKERS = "osD^"
@@ -72,6 +71,4 @@ def write_plot(record: Mapping[str, Any], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    record_file, plot_file = map(Path, sys.argv[1:])
-    prepare_plot_file(plot_file)
-    write_plot(read_record(record_file), plot_file)
+    sys.exit(draw_command(sys.argv[1:], SYMM_MEM, write_plot))

@@ -209,11 +209,14 @@ def _shipped_tables() -> tuple[TimesTable, ...]:
 def read_kernel_times(path: str | Path) -> TimesTable:
     """Read and check a table; a ConfigError names the file, the place in it and the cure."""
     try:
-        values = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
-        return _parse_table(values, Path(path).name)
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+        if not text.strip():
+            raise ValueError("the file is empty")
+        return _parse_table(json.loads(text), Path(path).name)
     except (OSError, ValueError) as error:
+        cure = "write it anew" if isinstance(error, OSError) else "delete it, or write it anew"
         raise ConfigError(
-            f"table of kernels' times {path}: {error}; write it anew with "
+            f"table of kernels' times {path}: {error}; {cure} with "
             f"`python -m benchmarks.experts_peers kernel-times`"
         ) from None
 

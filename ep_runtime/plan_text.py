@@ -49,9 +49,9 @@ def _explain_tuning(plan: Plan) -> Iterator[str]:
     """Where the kernel's tiles come from, by rank of an EP group."""
     if plan.machine.device_type != "cuda":
         return
-    kernel = experts_class(plan.experts)
+    kernel, machine = experts_class(plan.experts), plan.machine
     texts = [
-        kernel(plan.experts_shape(rank)).tuning_text(plan.machine.name)
+        kernel(plan.experts_shape(rank)).tuning_text(machine.name, machine.compute_capability)
         for rank in range(plan.placement.ep_size)
     ]
     for ranks, text in _runs(texts):

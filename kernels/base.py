@@ -265,7 +265,8 @@ class Experts(ABC):
     def shape_fault(cls, shape: ExpertsShape) -> str | None:
         """Why the kernel cannot serve a layer of this shape, naming the key; None where it can.
 
-        Asked by the plan before it is made, of the first rank's shape; capabilities hold already.
+        Asked by the plan before it is made, of the first rank's shape; capabilities hold already,
+        but that Triton and the package it needs may not be installed.
         """
         return None
 
@@ -277,8 +278,13 @@ class Experts(ABC):
         """
         return weights
 
-    def tuning_text(self, device_name: str) -> str | None:
-        """Where its tiles on a device of that name come from, for a reader; None: it has none."""
+    def tuning_text(
+        self, device_name: str, compute_capability: tuple[int, int] | None = None
+    ) -> str | None:
+        """Where its tiles on such a device come from, for a reader; None: it has none.
+
+        compute_capability: (9, 0) for sm_90; None where unknown.
+        """
         return None
 
     def check(self) -> None:  # noqa: B027

@@ -1,7 +1,7 @@
 """When packed weights are for Hopper's packed GEMM, and how its calls are cut.
 
-The one place that decides: what `takes_hopper_packed` does not take stays with the Triton kernels
-(kernels/packed_gemm.py), from the repacking at load on.
+The one place that decides on a device: what `takes_hopper_packed` does not take stays with the
+Triton kernels (kernels/packed_gemm.py), from the repacking at load on.
 """
 
 import math
@@ -12,16 +12,14 @@ import torch
 
 from ep_runtime.kernels.base import ExpertsShape
 from ep_runtime.kernels.hopper_packed_gemm import HopperPackedSchedule as Schedule
+from ep_runtime.kernels.hopper_packed_layers import CAPABILITY, suits_hopper_packed
 from ep_runtime.kernels.hopper_packed_layout import MIN_GROUP
 from ep_runtime.kernels.interpreter import is_interpreting
 from ep_runtime.kernels.packed_schedule import PackedExpertsTiles, choose_packed_tiles
-from ep_runtime.kernels.quant.packed_weights import packed_fault
 from ep_runtime.kernels.quant.scheme import QuantScheme, WeightScheme
 from ep_runtime.kernels.tiles import rows_per_expert
 from ep_runtime.kernels.workspace import aligned_bytes
 
-# TMA reads rows, and cp.async copies them, that start at multiples of 16 bytes.
-_COLUMN_UNIT = 8
 # Rows an expert from which weights are unpacked once a call. On an H200, 8 experts of DeepSeek-V3
 # and 4096 rows each: both projections 4.44 ms packed, 4.28 ms unpacked, which includes unpacking.
 UNPACKED_FROM = 2000
@@ -44,17 +42,9 @@ class HopperPackedExpertsTiles:
 
 
 def takes_hopper_packed(shape: ExpertsShape, device: torch.device) -> bool:
-    """Whether such a layer's weights are packed for, and multiplied by, Hopper's packed GEMM.
-
-    On sm_90 alone: int4 in order, with or without zero points, in groups of 32 columns or more;
-    mxfp4 of bfloat16 layers; 16-bit rows, sizes whose rows TMA can read.
-    """
-    scheme = shape.scheme
-    is_mxfp4 = scheme.weight is WeightScheme.MXFP4 and shape.dtype is torch.bfloat16
-    takes_scheme = (scheme.weight is WeightScheme.INT4 or is_mxfp4) and packed_fault(scheme) is None
-    sizes = (shape.hidden_size, shape.intermediate_size)
-    takes_rows = shape.dtype.itemsize == 2 and all(size % _COLUMN_UNIT == 0 for size in sizes)
-    return takes_scheme and takes_rows and _is_sm_90(device)
+    """Whether such a layer's weights are packed for, and multiplied by, Hopper's packed GEMM: on
+    sm_90, where `suits_hopper_packed`."""
+    return suits_hopper_packed(shape) and _is_sm_90(device)
 
 
 @cache
@@ -62,7 +52,7 @@ def _is_sm_90(device: torch.device) -> bool:
     return (
         device.type == "cuda"
         and not is_interpreting()
-        and torch.cuda.get_device_capability(device) == (9, 0)
+        and torch.cuda.get_device_capability(device) == CAPABILITY
     )
 
 

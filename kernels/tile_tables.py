@@ -29,7 +29,6 @@ from ep_runtime.kernels.quant.packed_weights import is_packed
 from ep_runtime.kernels.read_fields import read_fields
 from ep_runtime.kernels.tile_checks import (
     TUNED_PACKED_SCHEMES,
-    TUNED_SCHEMES,
     check_packed_tiles,
     check_tiles,
 )
@@ -203,23 +202,6 @@ def _find_points(
             if points:
                 return table.name, points
     return "", ()
-
-
-def describe_tuning(shape: ExpertsShape, device_name: str) -> str:
-    """Where the tiles of a layer on a device of that name come from, with the Triton that is here.
-
-    Example: `table NVIDIA_H200.json, near 1, 8, 32 rows an expert; else the rule`.
-    """
-    weight = shape.scheme.weight
-    if weight not in TUNED_SCHEMES:
-        return f"the rule: weights stored as {weight} have no tables"
-    name, points = find_points(shape, device_name, triton.__version__)
-    if not points:
-        return f"the rule: no table of {device_name} with Triton {triton.__version__} has the layer"
-    tuned = [f"{point.rows_per_expert:g}" for point in points if point.tiles is not None]
-    if not tuned:
-        return f"the rule: table {name} found none faster"
-    return f"table {name}, near {', '.join(tuned)} rows an expert; else the rule"
 
 
 @cache

@@ -36,7 +36,6 @@ from ep_runtime.kernels.packed_projections import prepare_packed_weights, projec
 from ep_runtime.kernels.packed_schedule import PackedExpertsTiles
 from ep_runtime.kernels.quant.packed_weights import PACKED_SCHEMES, is_packed, packed_fault
 from ep_runtime.kernels.quant.scheme import RowScheme, WeightScheme
-from ep_runtime.kernels.tile_tables import describe_tuning
 from ep_runtime.kernels.tiles import BLOCK_M_HEIGHTS, ExpertsTiles, choose_tiles
 from ep_runtime.kernels.triton_operands import (
     TRITON_SCHEMES,
@@ -46,6 +45,7 @@ from ep_runtime.kernels.triton_operands import (
     rows_for,
     take_activated,
 )
+from ep_runtime.kernels.tuning_text import describe_tuning
 from ep_runtime.kernels.workspace import Workspace
 
 
@@ -91,9 +91,11 @@ class TritonBatchedExperts(ModularExperts):
             return prepare_packed_weights(weights, self.shape)
         return prepare_triton_weights(weights)
 
-    def tuning_text(self, device_name: str) -> str | None:
-        """Which table of tiles is used; see kernels/tile_tables.py."""
-        return describe_tuning(self.shape, device_name)
+    def tuning_text(
+        self, device_name: str, compute_capability: tuple[int, int] | None = None
+    ) -> str | None:
+        """Which table of tiles is used, and which GEMM; see kernels/tuning_text.py."""
+        return describe_tuning(self.shape, device_name, compute_capability)
 
     def workspace_bytes(self, max_rows: int) -> int:
         """Enough for a call with a capacity of `max_rows` or less, whatever its tiles."""

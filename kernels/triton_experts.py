@@ -34,12 +34,12 @@ from ep_runtime.kernels.quant.packed_weights import PACKED_SCHEMES, is_packed, p
 from ep_runtime.kernels.quant.scheme import RowScheme, WeightScheme
 from ep_runtime.kernels.row_passes import row_passes, rows_per_pass
 from ep_runtime.kernels.sum_slots import sum_slots
-from ep_runtime.kernels.tile_tables import describe_tuning
 from ep_runtime.kernels.tiles import BLOCK_M_HEIGHTS, ExpertsTiles, choose_tiles
 from ep_runtime.kernels.triton_operands import (
     TRITON_SCHEMES,
     prepare_triton_weights,
 )
+from ep_runtime.kernels.tuning_text import describe_tuning
 from ep_runtime.kernels.workspace import Workspace
 
 
@@ -84,9 +84,11 @@ class TritonExperts(ModularExperts):
             return prepare_packed_weights(weights, self.shape)
         return prepare_triton_weights(weights)
 
-    def tuning_text(self, device_name: str) -> str | None:
-        """Which table of tiles is used; see kernels/tile_tables.py."""
-        return describe_tuning(self.shape, device_name)
+    def tuning_text(
+        self, device_name: str, compute_capability: tuple[int, int] | None = None
+    ) -> str | None:
+        """Which table of tiles is used, and which GEMM; see kernels/tuning_text.py."""
+        return describe_tuning(self.shape, device_name, compute_capability)
 
     def workspace_bytes(self, max_rows: int) -> int:
         """Enough for a call of `max_rows` rows or fewer, whatever tiles it is cut into."""

@@ -149,14 +149,22 @@ def tune(
     num_experts: Annotated[int | None, typer.Option(help="Of the layer, on all ranks.")] = None,
     top_k: Annotated[int | None, typer.Option()] = None,
     scheme: Annotated[
-        str | None, typer.Option(help="none, fp8_block or fp8_channel; default: none.")
+        str | None,
+        typer.Option(
+            help="none (default), fp8_block, fp8_channel, mxfp4 or nvfp4; int4 and int8, which "
+            "need a group size, in a file."
+        ),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="bfloat16 (default), float16 or float32.")
     ] = None,
     activation: Annotated[str | None, typer.Option(help="Default: silu.")] = None,
     local_experts: Annotated[
-        int | None, typer.Option(help="Of one rank; default: by the file's ep_size, else all.")
+        int | None,
+        typer.Option(
+            help="Of one rank; default: by a run file's ep_size, else all. Refused beside a list "
+            "whose layer gives its own."
+        ),
     ] = None,
     rows_per_expert: Annotated[
         str, typer.Option(help="What to tune for: expected rows of an expert, with commas.")

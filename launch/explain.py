@@ -8,7 +8,12 @@ import torch
 
 from ep_runtime.config import MoEConfig, ParallelConfig, SharedExpertsConfig
 from ep_runtime.kernels.errors import ConfigError
-from ep_runtime.launch.preflight import checkpoint_moe, moe_of, use_tile_table
+from ep_runtime.launch.preflight import (
+    checkpoint_moe,
+    moe_of,
+    refuse_table_without_effect,
+    use_tile_table,
+)
 from ep_runtime.launch.run_config import (
     KernelSection,
     load_run_config,
@@ -58,13 +63,15 @@ def explain_plan(
                 f"--world-size ({world_size}) contradicts --set parallel.dp_size="
                 f"{sections.parallel.dp_size} with tp_size {tp_size}; drop one"
             )
-    return resolve_plan(
+    plan = resolve_plan(
         moe,
         sections.parallel,
         find_machine(machine, sections.parallel),
         experts=sections.kernel.experts,
         shared_experts=sections.shared_experts,
     )
+    refuse_table_without_effect(plan, sections.kernel.tile_table)
+    return plan
 
 
 def find_machine(name: str | None, parallel: ParallelConfig) -> Machine:

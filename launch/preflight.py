@@ -9,7 +9,7 @@ import torch
 from ep_runtime.all2all.registry import backend_class
 from ep_runtime.checkpoint import read_config
 from ep_runtime.config import MoEConfig, ParallelConfig
-from ep_runtime.kernels.errors import ConfigError
+from ep_runtime.kernels.errors import ConfigError, PlanError
 from ep_runtime.kernels.registry import experts_class
 from ep_runtime.launch.run_config import RunConfig
 from ep_runtime.launcher_environment import LauncherEnvironment
@@ -131,6 +131,26 @@ def use_tile_table(path: str | None) -> None:
             raise ConfigError(f"kernel.tile_table: {error}") from None
 
 
+def refuse_table_without_effect(plan: Plan, path: str | None) -> None:
+    """PlanError for a user's table where no table can have an effect on the planned layer.
+
+    On a CPU, which has no tiles, a file's table waits for a GPU.
+    """
+    if path is None or plan.machine.device_type != "cuda":
+        return
+    from ep_runtime.kernels.tuning_text import tile_table_fault
+
+    shape, capability = plan.experts_shape(0), plan.machine.compute_capability
+    if experts_class(plan.experts)(shape).tuning_text(plan.machine.name, capability) is None:
+        fault: str | None = f"experts {plan.experts}, which has none, is taken"
+    else:
+        fault = tile_table_fault(shape, capability)
+    if fault:
+        raise PlanError(
+            f"kernel.tile_table ({path}) has no effect on {plan.machine.name}: {fault}; drop it"
+        )
+
+
 def prepare_output_dir(config: RunConfig, *, write_config: bool) -> Path:
     """Make the folder; one process of the run also writes the resolved configuration into it."""
     folder = Path(config.output_dir).expanduser()
@@ -148,8 +168,9 @@ def check_before_start(config: RunConfig) -> None:
     set_interpreter_variable(config, os.environ)
     if config.workload.prompts is not None:
         read_prompts(Path(config.workload.prompts))
-    plan_of(config)
+    plan = plan_of(config)
     use_tile_table(config.kernel.tile_table)
+    refuse_table_without_effect(plan, config.kernel.tile_table)
     if config.model.checkpoint is not None:
         from ep_runtime.opened_checkpoint import OpenedCheckpoint  # imports transformers' models
 

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from ep_runtime.kernels.errors import ConfigError
 from ep_runtime.kernels.hopper_packed_schedule import takes_hopper_packed
 from ep_runtime.kernels.interpreter import is_interpreting
 from ep_runtime.kernels.tile_tables import TileTable, TunedLayer, TunedPoint
-from ep_runtime.launch.json_file import prepare_file, write_json
 from ep_runtime.launch.tune_candidates import as_compiled, candidates_of
 from ep_runtime.launch.tune_compile import Job, compile_candidates, small_shape
 from ep_runtime.launch.tune_inputs import multiplies_fp8
@@ -25,7 +24,7 @@ from ep_runtime.launch.tune_layers import (
     parse_rows_per_expert,
 )
 from ep_runtime.launch.tune_problem import LayerWeights, TuneProblem
-from ep_runtime.launch.tune_record import table_values
+from ep_runtime.launch.tune_record import check_output, table_values, write_table
 from ep_runtime.launch.tune_search import SearchNotes, search_point
 from ep_runtime.launch.tune_timing import Ceilings, GraphTimer, Timer, measure_ceilings
 
@@ -46,7 +45,7 @@ class TunePlan:
         return sum(len(rows) for _, rows in self.layers)
 
 
-def plan_tuning(shapes: Sequence[ExpertsShape], rows_per_expert: Sequence[float]) -> TunePlan:
+def plan_tuning(shapes: Iterable[ExpertsShape], rows_per_expert: Sequence[float]) -> TunePlan:
     """Numbers too small to be different in rows become one point."""
     return TunePlan(
         tuple(
@@ -68,7 +67,8 @@ def tune_command(
 ) -> None:
     """Measure, tell of each point by `say`, and write `output` after each layer.
 
-    Raises ConfigError for what cannot be measured, before any time is spent.
+    Raises ConfigError for what cannot be measured, before any time is spent. A run that fails
+    leaves the layers measured before, or `output` as it was.
     """
     shapes = layers_to_tune(sources, sizes, local_experts)
     plan = plan_tuning(shapes, parse_rows_per_expert(rows_per_expert))
@@ -77,8 +77,8 @@ def tune_command(
             "tune measures on a CUDA device, and there is none here, or TRITON_INTERPRET is set"
         )
     device = torch.device("cuda", torch.cuda.current_device())
-    refuse_what_has_no_tiles(shapes, device)
-    prepare_file("--output", output)
+    refuse_what_has_no_tiles(shapes, device, places=shapes)
+    check_output(output)
     num_processes = processes or min(MOST_PROCESSES, os.cpu_count() or 1)
     started = time.perf_counter()
     jobs = compile_jobs(plan, device)
@@ -101,13 +101,23 @@ def tune_command(
     tune_layers(plan, table, device, timer, ceilings, output, say)
 
 
-def refuse_what_has_no_tiles(shapes: Sequence[ExpertsShape], device: torch.device) -> None:
-    """ConfigError for a layer that runs on a kernel whose schedules are a rule on this device."""
+def refuse_what_has_no_tiles(
+    shapes: Iterable[ExpertsShape],
+    device: torch.device,
+    *,
+    places: Mapping[ExpertsShape, str] | None = None,
+) -> None:
+    """ConfigError for a layer that runs on a kernel whose schedules are a rule on this device.
+
+    places: what it calls a layer; None, or without it: by its key in a table.
+    """
     for shape in shapes:
         if takes_hopper_packed(shape, device):
+            place = (places or {}).get(shape, str(TunedLayer.of(shape)))
             raise ConfigError(
-                f"weights stored as {shape.scheme.weight} run on Hopper's packed GEMM here, whose "
-                f"schedules follow a rule: there are no tiles to tune; leave the layer out"
+                f"{place}: weights stored as {shape.scheme.weight} run on Hopper's packed GEMM "
+                f"here, whose schedules follow a rule: there are no tiles to tune; leave the layer "
+                f"out"
             )
 
 
@@ -123,7 +133,7 @@ def compile_jobs(plan: TunePlan, device: torch.device) -> list[Job]:
 
 
 def measure_all_ceilings(
-    shapes: Sequence[ExpertsShape], timer: Timer, device: torch.device
+    shapes: Iterable[ExpertsShape], timer: Timer, device: torch.device
 ) -> CeilingsOf:
     """Of each kind of products that the layers have."""
     kinds = dict.fromkeys((shape.dtype, multiplies_fp8(shape)) for shape in shapes)
@@ -166,7 +176,7 @@ def tune_layers(
         layers.append((layer, tuple(points)))
         rejected[layer] = notes.wrong
         table = TileTable(table.name, table.device, table.triton, table.source, tuple(layers))
-        write_json(output, table_values(table, rejected))
+        write_table(output, table_values(table, rejected))
         say(f"  written to {output} after {time.perf_counter() - started:.1f} s")
     return table
 

@@ -84,17 +84,20 @@ def is_packed(scheme: QuantScheme) -> bool:
 
 
 def packed_fault(scheme: QuantScheme) -> str | None:
-    """Why weights of a packed scheme have no layout, naming the key; None where they have one."""
+    """Why weights of a packed scheme have no layout, naming the key; None where they have one.
+
+    Without a cure: which other kernels take them depends on the layer and the machine.
+    """
     if scheme.has_input_order:
         return (
             "it reads columns in the order of the rows', and quantization.has_input_order is true "
-            "(act-order); choose experts: reference"
+            "(act-order)"
         )
     size = scheme.group_size
     if scheme.weight not in _FIXED_GROUPS and size is not None and size not in GROUP_SIZES:
         return (
             f"quantization.group_size ({size}) is not among its "
-            f"{', '.join(map(str, sorted(GROUP_SIZES)))}; choose experts: reference"
+            f"{', '.join(map(str, sorted(GROUP_SIZES)))}"
         )
     return None
 
@@ -108,7 +111,9 @@ def packed_layout(scheme: QuantScheme) -> PackedLayout:
     if not is_packed(scheme):
         raise ValueError(f"weights stored as {scheme.weight} have no packed layout")
     if fault := packed_fault(scheme):
-        raise ValueError(f"weights stored as {scheme.weight} cannot be packed: {fault}")
+        raise ValueError(
+            f"weights stored as {scheme.weight} cannot be packed: {fault}; choose experts: auto"
+        )
     size = _FIXED_GROUPS.get(scheme.weight, scheme.group_size)
     if scheme.weight is WeightScheme.NF3:
         return PackedLayout(_STORED[scheme.weight], _NF3_WORDS, size)

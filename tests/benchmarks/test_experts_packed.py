@@ -239,7 +239,13 @@ def record_of(*cells: dict[str, Any], device: str = "A device") -> dict[str, Any
         "vllm": None,
         "devices": devices_of(device),
     }
-    return {"command_line": "the command", "environment": environment, "cells": list(cells)}
+    return {
+        "schema_version": 1,
+        "command": "experts_peers",
+        "command_line": "the command",
+        "environment": environment,
+        "cells": list(cells),
+    }
 
 
 def test_a_record_becomes_the_table_that_auto_goes_by(tmp_path: Path) -> None:

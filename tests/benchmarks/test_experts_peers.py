@@ -410,6 +410,7 @@ def test_an_unknown_name_lists_the_valid_ones(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert experts_peers.main(["measure"]) == 2
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert experts_peers.main(["measure", "--json", str(tmp_path / "r.json")]) == 2
+    assert not list(tmp_path.iterdir())
     assert "measures on a CUDA device, and there is none" in capsys.readouterr().err

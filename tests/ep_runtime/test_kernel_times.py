@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ep_runtime import kernel_times
 from ep_runtime.config import MoEConfig, ParallelConfig
 from ep_runtime.kernel_times import (
     TimedLayer,
@@ -236,3 +237,33 @@ def test_a_layer_twice_and_a_file_that_is_not_there_are_refused(tmp_path: Path) 
         read_kernel_times(path)
     with pytest.raises(ConfigError, match="No such file"):
         read_kernel_times(tmp_path / "nowhere.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (b"", "the file is empty"),
+        (b"\n", "the file is empty"),
+        (b'{"layers": [', "Expecting value: line 1"),
+        (b"\x89PNG\r\n", "codec can't decode"),
+    ],
+)
+def test_a_broken_file_among_the_shipped_ones_is_named_and_to_be_deleted(
+    content: bytes, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "X.json").write_bytes(content)
+    monkeypatch.setattr(kernel_times, "SHIPPED_TIMES", tmp_path)
+    kernel_times._shipped_tables.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=fault) as caught:
+            plan(128)
+        (tmp_path / "X.json").unlink()
+        assert plan(128).experts == "triton"
+    finally:
+        kernel_times._shipped_tables.cache_clear()
+    line = str(caught.value)
+    assert line.startswith(f"table of kernels' times {tmp_path / 'X.json'}: ")
+    assert line.endswith(
+        "; delete it, or write it anew with `python -m benchmarks.experts_peers kernel-times`"
+    )
+    assert "\n" not in line

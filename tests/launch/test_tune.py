@@ -17,7 +17,7 @@ from torch import Tensor
 from ep_runtime.kernels import tiles as kernel_tiles
 from ep_runtime.kernels.align_blocks import AlignedSlots, align_slots_reference
 from ep_runtime.kernels.base import Activation, ActivationKind, ExpertsShape, StandardExpertInput
-from ep_runtime.kernels.errors import ConfigError, EPRuntimeError
+from ep_runtime.kernels.errors import EPRuntimeError
 from ep_runtime.kernels.grouped_gemm import (
     GemmRows,
     project_down_reference,
@@ -29,15 +29,14 @@ from ep_runtime.kernels.reference_experts import ReferenceExperts
 from ep_runtime.kernels.row_passes import MAX_SLOTS_PER_PASS
 from ep_runtime.kernels.tile_checks import check_tiles
 from ep_runtime.kernels.tile_tables import (
-    SHIPPED_TABLES,
     TileTable,
     TunedLayer,
     TunedPoint,
-    describe_tuning,
     forget_tile_tables,
     read_tile_table,
 )
 from ep_runtime.kernels.tiles import ExpertsTiles, GemmTiles, rule_tiles
+from ep_runtime.kernels.tuning_text import describe_tuning
 from ep_runtime.kernels.workspace import Workspace
 from ep_runtime.launch import tune_command, tune_problem, tune_timing
 from ep_runtime.launch.cli import app
@@ -57,10 +56,7 @@ from ep_runtime.launch.tune_command import (
 )
 from ep_runtime.launch.tune_compile import small_shape
 from ep_runtime.launch.tune_layers import (
-    TuneSizes,
-    layers_to_tune,
     num_source_rows,
-    parse_rows_per_expert,
 )
 from ep_runtime.launch.tune_problem import LayerWeights, TuneProblem
 from ep_runtime.launch.tune_record import table_values
@@ -469,92 +465,10 @@ def test_ceilings_are_of_a_kernel_that_only_reads(monkeypatch: pytest.MonkeyPatc
     assert list(both_kinds) == [(torch.float32, False), (torch.bfloat16, True)]
 
 
-def test_layers_come_from_sizes_files_and_checkpoints(tmp_path: Path) -> None:
-    sizes = TuneSizes(4096, 1536, 128, 8, scheme="fp8_block")
-    (given,) = layers_to_tune([], sizes, 64)
-    assert (given.num_local_experts, given.num_experts) == (64, 128)
-    assert given.scheme.weight is WeightScheme.FP8_BLOCK
-    assert given.dtype is torch.bfloat16
-    file = str(write_config(tmp_path, LAYER))  # 5 experts on 2 ranks
-    (of_file,) = layers_to_tune([file, file], TuneSizes(), None)
-    assert (of_file.num_local_experts, of_file.num_experts) == (3, 5)
-    assert (of_file.hidden_size, of_file.intermediate_size) == (32, 16)
-    config = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
-    config |= {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4}  # type: ignore[dict-item]
-    config |= {"num_experts_per_tok": 2, "torch_dtype": "bfloat16", "hidden_act": "silu"}  # type: ignore[dict-item]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (of_checkpoint,) = layers_to_tune([str(tmp_path)], TuneSizes(), None)
-    assert (of_checkpoint.num_local_experts, of_checkpoint.intermediate_size) == (4, 96)
-
-
-def write_list(folder: Path, *layers: str) -> str:
-    path = folder / "list.yaml"
-    path.write_text("layers:\n" + "".join(f"  - {{{layer}}}\n" for layer in layers))
-    return str(path)
-
-
-SMALL = "hidden_size: 64, moe_intermediate_size: 96, num_experts: 4, top_k: 2"
-
-
-def test_a_file_may_list_layers(tmp_path: Path) -> None:
-    path = write_list(tmp_path, SMALL, f"{SMALL}, local_experts: 2, quantization: fp8_block", SMALL)
-    plain, fp8 = layers_to_tune([path], TuneSizes(), None)
-    assert (plain.num_local_experts, plain.num_experts, plain.dtype) == (4, 4, torch.bfloat16)
-    assert (fp8.num_local_experts, fp8.scheme.weight) == (2, WeightScheme.FP8_BLOCK)
-    assert [s.num_local_experts for s in layers_to_tune([path], TuneSizes(), 1)] == [1, 1]
-
-
-@pytest.mark.parametrize("path", sorted(SHIPPED_TABLES.glob("*.json")), ids=lambda p: p.name)
-def test_every_layer_of_a_shipped_table_is_in_the_list_beside_it(path: Path) -> None:
-    listed = layers_to_tune([str(path.with_suffix(".yaml"))], TuneSizes(), None)
-    known = [TunedLayer.of(shape) for shape in listed]
-    assert len(known) == len(set(known))
-    assert {layer for layer, _ in read_tile_table(path).layers} <= set(known)
-
-
-@pytest.mark.parametrize(
-    ("layer", "said"),
-    [
-        (f"{SMALL}, local_expert: 2", "did you mean 'local_experts'?"),
-        (f"{SMALL}, local_experts: 0", "layers.0.local_experts"),
-        (f"{SMALL}, local_experts: 5", "local experts (5) must be 1 to the layer's 4"),
-        (f"{SMALL}, quantization: nf3", "weights stored as nf3 have no tiles to tune"),
-    ],
-)
-def test_a_wrong_list_is_one_clear_error(layer: str, said: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as error:
-        layers_to_tune([write_list(tmp_path, layer)], TuneSizes(), None)
-    assert said in str(error.value)
-
-
 def test_weights_are_drawn_once_for_every_number_of_rows() -> None:
     weights = LayerWeights(SHAPE, CPU)
     few, many = (TuneProblem(SHAPE, rows, CPU, weights=weights) for rows in (3, 9))
     assert few.sets[1].weights is many.sets[1].weights is weights.prepared[1]
-
-
-@pytest.mark.parametrize(
-    ("sources", "sizes", "local_experts", "said"),
-    [
-        ([], TuneSizes(top_k=2), None, "missing: --hidden-size, --intermediate-size, --num-exp"),
-        (["run.yaml"], TuneSizes(top_k=2), None, "--top-k has no effect beside run.yaml"),
-        ([], TuneSizes(64, 64, 4, 2), 5, "local experts (5) must be 1 to the layer's 4"),
-        ([], TuneSizes(64, 64, 4, 8), None, "top_k (8) must be at most num_experts (4)"),
-    ],
-)
-def test_what_cannot_be_tuned_is_refused(
-    sources: list[str], sizes: TuneSizes, local_experts: int | None, said: str
-) -> None:
-    with pytest.raises(ConfigError) as error:
-        layers_to_tune(sources, sizes, local_experts)
-    assert said in str(error.value)
-
-
-def test_rows_per_expert_are_numbers_above_0() -> None:
-    assert parse_rows_per_expert("16,0.25,16") == (0.25, 16.0)
-    for text in ("", "1,x", "0", "-1", "inf", "nan"):
-        with pytest.raises(ConfigError, match="must be numbers above 0"):
-            parse_rows_per_expert(text)
 
 
 def test_the_table_that_is_written_is_read_back(

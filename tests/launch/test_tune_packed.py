@@ -26,13 +26,13 @@ from ep_runtime.kernels.tile_tables import (
     TileTable,
     TunedLayer,
     TunedPoint,
-    describe_tuning,
     forget_tile_tables,
     read_tile_table,
     register_tile_table,
     tuned_packed_tiles,
     tuned_tiles,
 )
+from ep_runtime.kernels.tuning_text import describe_tuning
 from ep_runtime.launch import tune_command
 from ep_runtime.launch.tune_candidates import Candidate, candidates_of, heights_near
 from ep_runtime.launch.tune_command import TunePlan, tune_layers
@@ -151,7 +151,12 @@ def test_a_call_takes_the_tables_tiles_for_its_own_layer_and_regime() -> None:
         assert choose_packed_tiles(128, 128, replace(LARGE, scheme=other), CUDA) == rule
     assert choose_packed_tiles(128, 128, LARGE, CPU) == rule
     assert choose_packed_tiles(128, 128, LARGE) == rule
-    assert describe_tuning(LARGE, NAME) == "table mine.json, near 8 rows an expert; else the rule"
+    assert describe_tuning(LARGE, NAME, (8, 0)) == (
+        "the packed Triton GEMM, table mine.json, near 8 rows an expert; else the rule"
+    )
+    assert describe_tuning(LARGE, NAME, (9, 0)) == (
+        "the packed Hopper GEMM, by its own rule; tile tables have no effect"
+    )
 
 
 def test_the_table_that_is_written_is_read_back(

@@ -1,0 +1,28 @@
+"""Which layers Hopper's packed GEMM takes, by what a plan knows of them: no device is asked."""
+
+import torch
+
+from ep_runtime.kernels.base import ExpertsShape
+from ep_runtime.kernels.quant.packed_weights import packed_fault
+from ep_runtime.kernels.quant.scheme import WeightScheme
+
+CAPABILITY = (9, 0)  # of its devices
+# TMA reads rows, and cp.async copies them, that start at multiples of 16 bytes.
+_COLUMN_UNIT = 8
+
+
+def suits_hopper_packed(shape: ExpertsShape) -> bool:
+    """Whether sm_90 runs such a layer on Hopper's packed GEMM.
+
+    int4 in order, with or without zero points, in groups of 32 columns or more; mxfp4 of bfloat16
+    layers; 16-bit rows, sizes whose rows TMA can read.
+    """
+    scheme = shape.scheme
+    is_mxfp4 = scheme.weight is WeightScheme.MXFP4 and shape.dtype is torch.bfloat16
+    takes_scheme = (scheme.weight is WeightScheme.INT4 or is_mxfp4) and packed_fault(scheme) is None
+    sizes = (shape.hidden_size, shape.intermediate_size)
+    return (
+        takes_scheme
+        and shape.dtype.itemsize == 2
+        and all(size % _COLUMN_UNIT == 0 for size in sizes)
+    )
