@@ -41,8 +41,10 @@ def audit(
     path = write_config(tmp_path, CONFIG)
 
     def run(*arguments: str) -> tuple[int, str]:
+        words = ["audit", "streams", str(path), "--device", "cuda", *arguments]
+        monkeypatch.setattr(sys, "argv", ["ep-runtime", *words])
         with pytest.raises(SystemExit) as ended:
-            app(["audit", "streams", str(path), "--device", "cuda", *arguments])
+            app(words)
         written = capfd.readouterr()
         assert isinstance(ended.value.code, int)
         return ended.value.code, written.out + written.err
@@ -62,7 +64,7 @@ def test_a_clean_run_ends_with_0_and_a_report(audit: Audit, tmp_path: Path) -> N
     record = json.loads((tmp_path / "audit.json").read_text())
     assert (record["schema_version"], record["device"], record["passed"]) == (1, "cuda", True)
     assert (record["hang"], record["is_complete"]) == (None, True)
-    assert record["command_line"].startswith("ep-runtime ")
+    assert record["command_line"].startswith("ep-runtime audit streams ")
     assert record["options"]["iterations"] == 60
     assert len(record["cannot_see"]) == 4
     ran = [check for check in record["checks"] if check["skip_reason"] is None]
