@@ -3,10 +3,10 @@
 A kernel so launched is put on the multiprocessors as they become free, and waits there for the end
 of its predecessor on the stream, instead of being launched after it: about 1.5 us less from kernel
 to kernel (docs/performance.md). Each begins with `await_predecessor`, before it reads or writes any
-memory. It first lets its own successor come, then waits until the grid before it has ended and its
-writes are visible; that grid waited the same way, so all earlier ones have ended too. Successors
-come only when every program of the grid runs, so they take no place that it still needs. A
-successor that is launched in the ordinary way waits as ever. A foreign kernel that is launched in
+global memory. It first lets its own successor come, then waits until the grid before it has ended
+and its writes are visible; that grid waited the same way, so all earlier ones have ended too.
+Successors come only when every program of the grid runs, so they take no place that it still needs.
+A successor that is launched in the ordinary way waits as ever. A foreign kernel that is launched in
 this way and does not wait would break that for all behind it: none may come into such a chain.
 
 Only on sm_90 and later, where the hardware has it.

@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ep_runtime.kernels.dependent_launch import await_predecessor
+from ep_runtime.kernels.hopper_packed_layout import E2M1_SCALE
 from ep_runtime.kernels.hopper_packed_products import (
     AT_ACTIVATION,
     AT_COLUMN_TAIL,
@@ -30,8 +31,8 @@ from ep_runtime.kernels.hopper_packed_products import (
 )
 from ep_runtime.kernels.hopper_tiles import finish_columns, locate_pair, next_stage
 
-# What sums of products with e2m1 weights lack; see `E2M1_SCALE` in kernels/hopper_packed_layout.py.
-E2M1_SUMS = gl.constexpr(2.0**64)
+# What sums of products with e2m1 weights lack: their bits are values times 2^-126.
+E2M1_SUMS = gl.constexpr(2.0**126 / E2M1_SCALE)
 
 
 @gluon.constexpr_function
