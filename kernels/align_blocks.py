@@ -23,8 +23,10 @@ from torch import Tensor
 from ep_runtime.kernels.align_chunks import (
     align_chunks,
     block_experts,
+    count_tiles,
     end_of_valid_slots,
     id_pointers,
+    store_tiles,
 )
 from ep_runtime.kernels.base import BatchedExpertInput, StandardExpertInput
 from ep_runtime.kernels.dependent_launch import await_predecessor, launch_options
@@ -47,22 +49,38 @@ class AlignedSlots:
     slots: [max_tiles * block_m] int32, each position's slot, or `num_slots` where the position is
     padding of an expert's last tile; unwritten memory from num_tiles * block_m on.
     tile_experts: [max_tiles] int32, each tile's expert; unwritten memory from num_tiles on.
-    num_tiles: [1] int32.
+    tile_order: [max_tiles] int32, the *tall* tiles, those with more than block_m / 2 slots, in
+    rising order from the front, and the others in rising order from the back, the r-th at
+    len(tile_order) - 1 - r; unwritten memory between them.
+    num_tiles: [1] int32. num_tall_tiles: [1] int32.
     max_tiles: bounds num_tiles on the host; a grid of that many programs covers every tile.
     block_m: positions a tile. num_slots: N, the sentinel.
     Of batched rows (K = 1) a slot is a row of hidden_states.view(E * capacity, H).
 
-    Example: ids [[0, 2], [2, -1]] of 3 experts with block_m 16 give num_tiles 2, tile_experts
-    (0, 2, ?), and slots (0, then 15 times 4, 1, 2, then 14 times 4, 16 unwritten): expert 1 has no
-    slot and no tile, slot 3 no expert.
+    Example: ids [[0, 2], [2, -1]] of 3 experts with block_m 16 give num_tiles 2, num_tall_tiles 0,
+    tile_experts (0, 2, ?), tile_order (?, 1, 0), and slots (0, then 15 times 4, 1, 2, then 14 times
+    4, 16 unwritten): expert 1 has no slot and no tile, slot 3 no expert.
     """
 
     slots: Tensor
     tile_experts: Tensor
+    tile_order: Tensor
     num_tiles: Tensor
+    num_tall_tiles: Tensor
     max_tiles: int
     block_m: int
     num_slots: int
+
+    @property
+    def tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """What a launch writes, as the kernels take it."""
+        return (
+            self.slots,
+            self.tile_experts,
+            self.tile_order,
+            self.num_tiles,
+            self.num_tall_tiles,
+        )
 
 
 def max_tiles(num_slots: int, num_local_experts: int, block_m: int) -> int:
@@ -92,15 +110,21 @@ def align_batched_workspace_bytes(
     return _table_bytes(max_batched_tiles(num_local_experts, capacity, block_m, max_rows), block_m)
 
 
+def _table_sizes(tiles: int, block_m: int) -> tuple[int, int, int, int, int]:
+    return tiles * block_m, tiles, tiles, 1, 1
+
+
 def _table_bytes(tiles: int, block_m: int) -> int:
-    return sum(aligned_bytes(4 * size) for size in (tiles * block_m, tiles, 1))
+    return sum(aligned_bytes(4 * size) for size in _table_sizes(tiles, block_m))
 
 
 def _take_tables(workspace: Workspace, tiles: int, block_m: int, num_slots: int) -> AlignedSlots:
-    slots, tile_experts, num_tiles = (
-        workspace.take((size,), torch.int32) for size in (tiles * block_m, tiles, 1)
+    slots, tile_experts, tile_order, num_tiles, num_tall_tiles = (
+        workspace.take((size,), torch.int32) for size in _table_sizes(tiles, block_m)
     )
-    return AlignedSlots(slots, tile_experts, num_tiles, tiles, block_m, num_slots)
+    return AlignedSlots(
+        slots, tile_experts, tile_order, num_tiles, num_tall_tiles, tiles, block_m, num_slots
+    )
 
 
 def _has_few_slots(num_slots: int) -> bool:
@@ -132,20 +156,20 @@ def align_slots(
     tiles = max_tiles(num_slots, num_local_experts, block_m)
     aligned = _take_tables(workspace, tiles, block_m, num_slots)
     if not _has_few_slots(num_slots):
-        tables = (aligned.slots, aligned.tile_experts, aligned.num_tiles)
-        align_chunks(expert_input, tables, num_local_experts=num_local_experts, block_m=block_m)
+        align_chunks(
+            expert_input, aligned.tables, num_local_experts=num_local_experts, block_m=block_m
+        )
         return aligned
     # Few block sizes, since each is compiled.
     block_slots = next(size for size in FEW_SLOTS if num_slots <= size)
     _align_few_slots_kernel[(max(1, num_local_experts),)](
         ids,
         expert_input.num_rows,
-        aligned.slots,
-        aligned.tile_experts,
-        aligned.num_tiles,
+        *aligned.tables,
         *ids.stride(),
         *ids.shape,
         num_local_experts,
+        tiles,
         BLOCK_M=block_m,
         BLOCK_E=block_experts(num_local_experts),
         BLOCK_SLOTS=block_slots,
@@ -184,9 +208,7 @@ def align_batched_rows(
     num_parts = min(max(1, triton.cdiv(capacity, block_positions)), 8)
     _align_batched_rows_kernel[(max(1, num_experts), num_parts)](
         counts,
-        aligned.slots,
-        aligned.tile_experts,
-        aligned.num_tiles,
+        *aligned.tables,
         counts.stride(0),
         num_experts,
         capacity,
@@ -242,28 +264,35 @@ def _lay_out_reference(
     num_tiles = tile_counts.sum().view(1)
     slots = in_order.new_full((int(num_tiles) * block_m,), num_slots)
     slots[positions] = in_order
+    is_tall = (slots.view(-1, block_m) < num_slots).sum(1) > block_m // 2
+    others = (~is_tall).nonzero().flatten()
     return AlignedSlots(
         slots.to(torch.int32),
         experts.repeat_interleave(tile_counts).to(torch.int32),
+        torch.cat([is_tall.nonzero().flatten(), others.flip(0)]).to(torch.int32),
         num_tiles.to(torch.int32),
+        is_tall.sum().view(1).to(torch.int32),
         tiles,
         block_m,
         num_slots,
     )
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "max_tiles"])
 def _align_few_slots_kernel(
     ids_ptr,  # [R, K]
     num_rows_ptr,  # [1] or None
     slots_ptr,  # [max_tiles * BLOCK_M]
     tile_experts_ptr,  # [max_tiles]
+    tile_order_ptr,  # [max_tiles]
     num_tiles_ptr,  # [1]
+    num_tall_tiles_ptr,  # [1]
     stride_row,
     stride_col,
     num_rows,
     top_k,
     num_experts,
+    max_tiles,
     BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr,  # at least N
@@ -281,24 +310,38 @@ def _align_few_slots_kernel(
     ids = tl.load(pointers, mask=slots < num_slots, other=-1)
     is_valid = (ids >= 0) & (slots < end_of_valid_slots(num_rows_ptr, num_rows, top_k).to(tl.int32))
     first_tile = 0
+    first_tall = 0
     for first_expert in range(0, expert, BLOCK_E):
         bins = ids - first_expert
         is_before = is_valid & (bins >= 0) & (bins < tl.minimum(expert - first_expert, BLOCK_E))
         counts = tl.histogram(bins.to(tl.int32), BLOCK_E, mask=is_before)
-        first_tile += tl.sum((counts + BLOCK_M - 1) // BLOCK_M, axis=0)
+        expert_tiles, tall_tiles = count_tiles(counts, BLOCK_M)
+        first_tile += tl.sum(expert_tiles, axis=0)
+        first_tall += tl.sum(tall_tiles, axis=0)
 
     is_own = (is_valid & (ids == expert) & (expert < num_experts)).to(tl.int32)
     rank = tl.cumsum(is_own, axis=0) - is_own
     count = tl.sum(is_own, axis=0)
-    own_tiles = (count + BLOCK_M - 1) // BLOCK_M
+    own_tiles, own_tall = count_tiles(count, BLOCK_M)
     run_ptr = slots_ptr + tl.cast(first_tile, tl.int64) * BLOCK_M
     tl.store(run_ptr + rank, slots, mask=is_own > 0)
     padding = count + tl.arange(0, BLOCK_M)
     tl.store(run_ptr + padding, num_slots, mask=padding < own_tiles * BLOCK_M)
     tiles = tl.arange(0, max(BLOCK_SLOTS // BLOCK_M, 1))
-    tl.store(tile_experts_ptr + first_tile + tiles, expert, mask=tiles < own_tiles)
+    store_tiles(
+        tile_experts_ptr,
+        tile_order_ptr,
+        expert,
+        tiles,
+        first_tile,
+        first_tall,
+        own_tall,
+        max_tiles,
+        tiles < own_tiles,
+    )
     if expert + 1 == tl.num_programs(0):
         tl.store(num_tiles_ptr, first_tile + own_tiles)
+        tl.store(num_tall_tiles_ptr, first_tall + own_tall)
 
 
 @triton.jit(do_not_specialize=["capacity", "max_tiles"])
@@ -306,7 +349,9 @@ def _align_batched_rows_kernel(
     num_rows_per_expert_ptr,  # [E]
     slots_ptr,  # [max_tiles * BLOCK_M]
     tile_experts_ptr,  # [max_tiles]
+    tile_order_ptr,  # [max_tiles]
     num_tiles_ptr,  # [1]
+    num_tall_tiles_ptr,  # [1]
     stride_counts,
     num_experts,
     capacity,
@@ -321,6 +366,7 @@ def _align_batched_rows_kernel(
     expert = tl.program_id(0)
     part = tl.program_id(1)
     first_tile = 0
+    first_tall = 0
     num_tiles = 0
     num_rows = 0
     for first_expert in range(0, num_experts, BLOCK_E):
@@ -328,12 +374,13 @@ def _align_batched_rows_kernel(
         ptrs = num_rows_per_expert_ptr + experts.to(tl.int64) * stride_counts
         counts = tl.load(ptrs, mask=experts < num_experts, other=0)
         counts = tl.minimum(tl.maximum(counts, 0), capacity).to(tl.int32)
-        expert_tiles = counts // BLOCK_M + (counts % BLOCK_M > 0).to(tl.int32)
+        expert_tiles, tall_tiles = count_tiles(counts, BLOCK_M)
         first_tile += tl.sum(tl.where(experts < expert, expert_tiles, 0), axis=0)
+        first_tall += tl.sum(tl.where(experts < expert, tall_tiles, 0), axis=0)
         num_tiles += tl.sum(expert_tiles, axis=0)
         num_rows += tl.sum(tl.where(experts == expert, counts, 0), axis=0)
     num_tiles = tl.minimum(num_tiles, max_tiles)
-    own_tiles = num_rows // BLOCK_M + (num_rows % BLOCK_M > 0).to(tl.int32)
+    own_tiles, own_tall = count_tiles(num_rows, BLOCK_M)
     last_tile = tl.minimum(first_tile + own_tiles, num_tiles)
     num_positions = (last_tile - first_tile).to(tl.int64) * BLOCK_M
     run_ptr = slots_ptr + tl.cast(first_tile, tl.int64) * BLOCK_M
@@ -345,8 +392,20 @@ def _align_batched_rows_kernel(
         is_position = in_run < num_positions
         slots = tl.where(in_run < num_rows, first_row + in_run, num_slots).to(tl.int32)
         tl.store(run_ptr + in_run, slots, mask=is_position)
-        tiles = first_tile + in_run // BLOCK_M
-        is_first = is_position & (in_run % BLOCK_M == 0)
-        tl.store(tile_experts_ptr + tiles, expert, mask=is_first)
-    if (expert == 0) & (part == 0):
+        store_tiles(
+            tile_experts_ptr,
+            tile_order_ptr,
+            expert,
+            in_run // BLOCK_M,
+            first_tile,
+            first_tall,
+            own_tall,
+            max_tiles,
+            is_position & (in_run % BLOCK_M == 0),
+        )
+    # The expert of the last tile, or the first where there is none, knows how many tall ones are
+    # not left out.
+    is_last = (first_tile < num_tiles) & (last_tile == num_tiles)
+    if (part == 0) & (is_last | ((num_tiles == 0) & (expert == 0))):
         tl.store(num_tiles_ptr, num_tiles)
+        tl.store(num_tall_tiles_ptr, first_tall + tl.minimum(own_tall, last_tile - first_tile))

@@ -31,12 +31,12 @@ def block_experts(num_local_experts: int) -> int:
 
 def align_chunks(
     expert_input: StandardExpertInput,
-    tables: tuple[Tensor, Tensor, Tensor],
+    tables: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     *,
     num_local_experts: int,
     block_m: int,
 ) -> None:
-    """Fill `tables`, the slots, tile_experts and num_tiles of an `AlignedSlots`."""
+    """Fill `tables`, the five of an `AlignedSlots` in its order."""
     ids = expert_input.topk_ids
     # An interpreted operation costs 85 us however large it is.
     block_slots = 4096 if is_interpreting() or ids.numel() <= 16384 else 8192
@@ -49,6 +49,7 @@ def align_chunks(
         *ids.stride(),
         *ids.shape,
         num_local_experts,
+        tables[1].numel(),
         BLOCK_M=block_m,
         BLOCK_E=block_experts(num_local_experts),
         BLOCK_SLOTS=block_slots,
@@ -82,6 +83,28 @@ def id_pointers(ids_ptr, slots, strides_and_top_k, IS_CONTIGUOUS: tl.constexpr):
 
 
 @triton.jit
+def count_tiles(counts, BLOCK_M: tl.constexpr):
+    """Tiles of experts with so many slots, and how many of them are tall."""
+    whole, rest = counts // BLOCK_M, counts % BLOCK_M
+    num_tiles = whole + (rest > 0).to(tl.int32)
+    return num_tiles, whole + (rest > BLOCK_M // 2).to(tl.int32)
+
+
+@triton.jit
+def store_tiles(
+    tile_experts_ptr, tile_order_ptr, expert, in_run, first_tile, first_tall, num_tall, end, mask
+):
+    """An expert's entries of tile_experts and tile_order, which ends at `end`: of its in_run-th
+    tiles, of which the first num_tall are tall. first_tile, first_tall: those before the expert."""
+    tile = first_tile + in_run
+    tl.store(tile_experts_ptr + tile, expert, mask=mask)
+    # Only an expert's last tile may not be tall.
+    last = end - 1 - (first_tile - first_tall)
+    place = tl.where(in_run < num_tall, first_tall + in_run, last)
+    tl.store(tile_order_ptr + place, tile, mask=mask)
+
+
+@triton.jit
 def _load_block(
     ids_ptr, first, end, strides_and_top_k, BLOCK: tl.constexpr, IS_CONTIGUOUS: tl.constexpr
 ):
@@ -97,18 +120,21 @@ def _load_block(
 
 
 # A size that changes from call to call is not compiled for.
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "max_tiles"])
 def _align_chunks_kernel(
     ids_ptr,  # [R, K]
     num_rows_ptr,  # [1] or None
     slots_ptr,  # [max_tiles * BLOCK_M]
     tile_experts_ptr,  # [max_tiles]
+    tile_order_ptr,  # [max_tiles]
     num_tiles_ptr,  # [1]
+    num_tall_tiles_ptr,  # [1]
     stride_row,
     stride_col,
     num_rows,
     top_k,
     num_experts,
+    max_tiles,
     BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr,
@@ -116,7 +142,7 @@ def _align_chunks_kernel(
     IS_CONTIGUOUS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """One program a chunk of the slots; it writes its share of the padding and tile table too."""
+    """One program a chunk of the slots; it writes its share of the padding and tile tables too."""
     await_predecessor(IS_DEPENDENT)
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
@@ -130,6 +156,7 @@ def _align_chunks_kernel(
     blocks_before = tl.cdiv(tl.minimum(chunk, end), BLOCK_SLOTS)
     num_blocks = blocks_before + tl.cdiv(tl.maximum(end - chunk, 0), BLOCK_SLOTS)
     num_tiles = 0
+    num_tall_tiles = 0
     for first_expert in range(0, num_experts, BLOCK_E):
         num_bins = tl.minimum(num_experts - first_expert, BLOCK_E)
         before = tl.zeros([BLOCK_E], dtype=tl.int32)  # each expert's slots before the chunk
@@ -147,14 +174,26 @@ def _align_chunks_kernel(
             counts += tl.histogram(bins.to(tl.int32), BLOCK_E, mask=is_counted)
             before = tl.where(is_before, counts, before)
 
-        rest = counts % BLOCK_M
-        expert_tiles = counts // BLOCK_M + (rest > 0).to(tl.int32)
+        expert_tiles, tall_tiles = count_tiles(counts, BLOCK_M)
         first_tiles = num_tiles + tl.cumsum(expert_tiles, axis=0) - expert_tiles
+        first_tall = num_tall_tiles + tl.cumsum(tall_tiles, axis=0) - tall_tiles
         num_tiles += tl.sum(expert_tiles, axis=0)
+        num_tall_tiles += tl.sum(tall_tiles, axis=0)
         experts = first_expert + tl.arange(0, BLOCK_E)
         for tile in range(program, tl.max(expert_tiles, axis=0), num_programs):
-            tl.store(tile_experts_ptr + first_tiles + tile, experts, mask=tile < expert_tiles)
+            store_tiles(
+                tile_experts_ptr,
+                tile_order_ptr,
+                experts,
+                tile,
+                first_tiles,
+                first_tall,
+                tall_tiles,
+                max_tiles,
+                tile < expert_tiles,
+            )
         first_positions = first_tiles.to(tl.int64) * BLOCK_M
+        rest = counts % BLOCK_M
         padding = tl.where(rest > 0, BLOCK_M - rest, 0)
         sentinel = tl.zeros([BLOCK_E], dtype=tl.int32) + num_slots.to(tl.int32)
         for position in range(program, BLOCK_M, num_programs):
@@ -178,3 +217,4 @@ def _align_chunks_kernel(
                 next_positions += tl.histogram(bins, BLOCK_E, mask=is_placed)
     if program == 0:
         tl.store(num_tiles_ptr, num_tiles)
+        tl.store(num_tall_tiles_ptr, num_tall_tiles)

@@ -23,7 +23,12 @@ from ep_runtime.kernels.hopper_gemm import (
     project_down_hopper,
     project_gate_up_hopper,
 )
-from ep_runtime.kernels.hopper_packed_schedule import HopperPackedExpertsTiles, unpacked_bytes
+from ep_runtime.kernels.hopper_packed_gemm import PARTS_DTYPE
+from ep_runtime.kernels.hopper_packed_schedule import (
+    HopperPackedExpertsTiles,
+    parts_bytes,
+    unpacked_bytes,
+)
 from ep_runtime.kernels.packed_projections import project_packed
 from ep_runtime.kernels.packed_schedule import PackedExpertsTiles
 from ep_runtime.kernels.permute import permute_rows
@@ -51,7 +56,9 @@ def project_slots(
 ) -> Tensor:
     """Every local slot's weighted expert output, [N, H] by slot; slots elsewhere stay unwritten.
 
-    The result lives in `workspace`, until its frame ends. Does not wait for the device.
+    Where `num_parts_of` the tiles is more than 1, as many rows a slot, [N * parts, H] in
+    PARTS_DTYPE, whose sum it is. The result lives in `workspace`, until its frame ends. Does not
+    wait for the device.
     """
     if isinstance(tiles, PackedExpertsTiles | HopperPackedExpertsTiles):
         return _project_packed(expert_input, weights, aligned, shape, tiles, workspace)
@@ -60,10 +67,17 @@ def project_slots(
     return _project(expert_input, weights, aligned, shape, tiles, workspace)
 
 
+def num_parts_of(tiles: ExpertsTiles | PackedExpertsTiles | HopperPackedExpertsTiles) -> int:
+    """Rows that `project_slots` leaves for each slot: of the parts that K is split into."""
+    return tiles.down.split_k if isinstance(tiles, HopperPackedExpertsTiles) else 1
+
+
 def projections_bytes(num_rows: int, shape: ExpertsShape, num_positions: int, height: int) -> int:
     """What `project_slots` takes at most for `num_positions` in tiles of `height`."""
     num_slots = num_rows * shape.top_k
     slots_bytes = aligned_bytes(num_slots * shape.hidden_size * shape.dtype.itemsize)
+    if is_packed(shape.scheme):
+        slots_bytes = max(slots_bytes, parts_bytes(num_rows, shape))
     rows_bytes = quantised_rows_bytes(num_rows, shape) + slots_bytes
     if is_packed(shape.scheme):
         rows_bytes += unpacked_bytes(num_rows, shape)
@@ -112,7 +126,9 @@ def _project_packed(
     tiles: PackedExpertsTiles | HopperPackedExpertsTiles,
     workspace: Workspace,
 ) -> Tensor:
-    out = workspace.take((aligned.num_slots, shape.hidden_size), shape.dtype)
+    num_parts = num_parts_of(tiles)
+    dtype = shape.dtype if num_parts == 1 else PARTS_DTYPE
+    out = workspace.take((aligned.num_slots * num_parts, shape.hidden_size), dtype)
     project_packed(
         GemmRows(expert_input.hidden_states, expert_input.scales),
         weights,

@@ -5,7 +5,9 @@ columns summed over, N columns of the result, E experts. Weights as kernels/hopp
 leaves them; the definitions are those of kernels/grouped_gemm.py on dequantised weights.
 
 One program, or some a multiprocessor, works through (tile, column block) pairs; the number of tiles
-is read from the device. Partitions of warps:
+is read from the device. Of the second projection an item may be one of `split_k` parts of K, where
+there are fewer pairs than multiprocessors: each part leaves a row of float32, and what sums a row's
+slots sums them too (kernels/sum_slots.py). Partitions of warps:
 
     producer   1 warp: a stage's words and factors by TMA, and x of the second projection. Of the
                first, which gathers rows by slot, 4 warps: x by cp.async, as kernels/hopper_gemm.py
@@ -39,10 +41,11 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ep_runtime.kernels.align_blocks import AlignedSlots
 from ep_runtime.kernels.base import Activation
 from ep_runtime.kernels.dependent_launch import launch_options
 from ep_runtime.kernels.errors import PlanError
-from ep_runtime.kernels.hopper_gemm import ExpertTiles, can_gather
+from ep_runtime.kernels.hopper_gemm import can_gather
 from ep_runtime.kernels.hopper_packed_kernel import project_packed_kernel
 from ep_runtime.kernels.hopper_packed_layout import (
     BLOCK_ROWS,
@@ -50,10 +53,13 @@ from ep_runtime.kernels.hopper_packed_layout import (
     MIN_GROUP,
     HopperWords,
 )
+from ep_runtime.kernels.hopper_packed_products import stages_at_a_time
 from ep_runtime.kernels.hopper_producer import CHUNK
 
 HEIGHTS = (16, 32, 64, 128)
 _DTYPES = (torch.bfloat16, torch.float16)
+# Of a part's rows. Twice the layer's dtype, of few rows, and parts that cancel lose nothing.
+PARTS_DTYPE = torch.float32
 _REGISTERS = 65536
 # Columns that share the one scale of a row, as the kernel counts groups: more than any row has.
 _WHOLE_ROW = 1 << 30
@@ -61,16 +67,18 @@ _WHOLE_ROW = 1 << 30
 
 @dataclass(frozen=True)
 class HopperPackedSchedule:
-    """How a launch is laid out; results do not depend on it.
+    """How a launch is laid out; results do not depend on it, but for the order of sums.
 
     num_consumers: warp groups that multiply: 1, 2 or 4. num_slabs: of 64 rows of W that each has:
     2, or 1 of 2 or 4 consumers, so that more of them take turns at converting and multiplying.
     num_chunks: 64 columns each, of a stage. group_tiles: as HopperSchedule's. programs_per_sm: of
     the grid. scales_sums: a group's scale multiplies its sum of products, exactly, instead of its
     weights (which rounds them as dequantised 16-bit weights are): up to 64 rows a tile. cuts_tiles:
-    a tile of which half is empty, an expert's last, is multiplied as half of one, with code of its
-    own: not with scales_sums. lead_blocks: by how many stages consumer 1 of two lets consumer 0 go
-    ahead in each item; 0 lets both go.
+    a tile of which half is empty, an expert's last, is multiplied as half of one, after all tall
+    tiles (`AlignedSlots`), so that programs have about as many of each; with code of its own: not
+    with scales_sums. lead_blocks: by how many stages consumer 1 of two lets consumer 0 go
+    ahead in each item; 0 lets both go. split_k: parts of K that an item's products are cut into, of
+    the second projection, each a row of the result (`project_down_hopper_packed`).
     """
 
     num_consumers: int = 2
@@ -82,6 +90,7 @@ class HopperPackedSchedule:
     cuts_tiles: bool = False
     lead_blocks: int = 0
     num_slabs: int = 2
+    split_k: int = 1
 
     def __post_init__(self) -> None:
         if self.num_consumers not in (1, 2, 4):
@@ -103,12 +112,27 @@ class HopperPackedSchedule:
             )
         if self.cuts_tiles and self.scales_sums:
             raise PlanError("cuts_tiles and scales_sums cannot be combined: leave one out")
+        if self.split_k < 1:
+            raise PlanError(f"split_k ({self.split_k}) must be at least 1")
+
+
+def columns_of_part(k_size: int, schedule: HopperPackedSchedule, height: int) -> int:
+    """Columns of K that each of `split_k` parts has: whole stages, as many as run at a time. Of the
+    last parts some, or all, are past the end; these count as 0.
+
+    Example: K 1000 in 3 parts, stages of 128 columns: 384, so that the last has 232.
+    """
+    at_a_time = 1
+    if not schedule.scales_sums:
+        at_a_time = stages_at_a_time(schedule.num_chunks, schedule.num_slabs, height == HEIGHTS[-1])
+    columns: int = CHUNK_COLUMNS * schedule.num_chunks * at_a_time
+    return -(-k_size // (columns * schedule.split_k)) * columns
 
 
 def project_gate_up_hopper_packed(
     hidden_states: Tensor,
     w13: HopperWords,
-    tiles: ExpertTiles,
+    tiles: AlignedSlots,
     *,
     activation: Activation,
     out: Tensor,
@@ -139,7 +163,7 @@ def project_gate_up_hopper_packed(
 def project_down_hopper_packed(
     activated: Tensor,
     w2: HopperWords,
-    tiles: ExpertTiles,
+    tiles: AlignedSlots,
     *,
     out: Tensor,
     topk_weights: Tensor | None,
@@ -150,7 +174,10 @@ def project_down_hopper_packed(
 
     activated: [P, K] bf16 or fp16, rows 16 bytes or a multiple apart. topk_weights: [N] float32,
     contiguous; None: 1. bias: [E, H], or None. out: [N, H] contiguous, by slot; slots that no
-    position holds stay unwritten. Does not wait for the device. PlanError for what cannot be read.
+    position holds stay unwritten. With split_k parts it is [N * split_k, H] in PARTS_DTYPE, and row
+    s * split_k + p is slot s's over columns [p * c, (p + 1) * c) of K, c as `columns_of_part` says,
+    weighted; the bias is in part 0. Does not wait for the device. PlanError for what cannot be
+    read.
     """
     _launch(
         activated,
@@ -168,7 +195,7 @@ def project_down_hopper_packed(
 def _launch(
     x: Tensor,
     weights: HopperWords,
-    tiles: ExpertTiles,
+    tiles: AlignedSlots,
     *,
     out: Tensor,
     bias: Tensor | None,
@@ -187,8 +214,8 @@ def _launch(
     width = (64 if weights.is_gated else 128) * blocks
     group = weights.group_size or _WHOLE_ROW
     factor_box = [blocks, max(1, CHUNK_COLUMNS * chunks // group), weights.factors.shape[-1]]
-    num_slots = out.shape[0] if top_k is None else x.shape[0] * top_k
-    max_items = num_positions // tiles.block_m * -(-num_columns // width)
+    num_slots = out.shape[0] // schedule.split_k if top_k is None else x.shape[0] * top_k
+    max_items = num_positions // tiles.block_m * -(-num_columns // width) * schedule.split_k
     programs = min(_num_multiprocessors(x.device) * schedule.programs_per_sm, max_items)
     max_registers, consumer_registers = _registers(schedule, gathers=top_k is not None)
     kernel: Any = project_packed_kernel
@@ -199,10 +226,14 @@ def _launch(
         top_k,
         None if top_k is None else x.stride(0) // CHUNK,
         tiles.tile_experts,
+        tiles.tile_order if schedule.cuts_tiles else None,
+        tiles.tile_order.numel(),
         tiles.num_tiles,
+        tiles.num_tall_tiles,
         tiles.slots,
         topk_weights,
         bias,
+        weights.global_scales,
         out,
         num_slots,
         num_columns,
@@ -220,9 +251,9 @@ def _launch(
         GROUP_TILES=schedule.group_tiles,
         CONSUMER_REGISTERS=consumer_registers,
         SCALES_SUMS=schedule.scales_sums,
-        CUTS_TILES=schedule.cuts_tiles,
         LEAD=schedule.lead_blocks,
         STORED=weights.stored,
+        SPLIT=schedule.split_k,
         num_warps=4,
         maxnreg=max_registers,
         **launch_options(x.device),
@@ -232,15 +263,26 @@ def _launch(
 def _check(
     x: Tensor,
     weights: HopperWords,
-    tiles: ExpertTiles,
+    tiles: AlignedSlots,
     out: Tensor,
     schedule: HopperPackedSchedule,
     *,
     gathers: bool,
 ) -> None:
     """PlanError, naming what is in the way, for operands that the kernel cannot take."""
-    dtype = weights.factors.dtype
-    if dtype not in _DTYPES or x.dtype != dtype or out.dtype != dtype:
+    dtype, split_k = weights.factors.dtype, schedule.split_k
+    if split_k > 1 and gathers:
+        raise PlanError(
+            f"split_k ({split_k}) is for the second projection: activations take whole sums; leave "
+            f"it out of the first"
+        )
+    if split_k > 1 and (out.dtype != PARTS_DTYPE or out.shape[0] % split_k):
+        raise PlanError(
+            f"out {out.dtype} {tuple(out.shape)} of split_k ({split_k}) parts must be "
+            f"{PARTS_DTYPE}, and its rows as many for each slot"
+        )
+    of_out = dtype if split_k > 1 else out.dtype
+    if dtype not in _DTYPES or x.dtype != dtype or of_out != dtype:
         raise PlanError(
             f"rows {x.dtype}, scales {dtype} and out {out.dtype} of Hopper's packed GEMM must be "
             f"of one dtype, bfloat16 or float16"
@@ -257,8 +299,8 @@ def _check(
             f"group_size ({group}) must be a power of two from {MIN_GROUP} on for Hopper's packed "
             f"GEMM; repack the weights with pack_weight, for the Triton kernels"
         )
-    if schedule.scales_sums and group == MIN_GROUP:
-        raise PlanError(f"scales_sums takes no groups of {MIN_GROUP} columns; leave it out")
+    if schedule.scales_sums and group is not None and group < CHUNK_COLUMNS:
+        raise PlanError(f"scales_sums takes no groups of {group} columns; leave it out")
     chunks = -(-x.shape[1] // CHUNK_COLUMNS)
     width = BLOCK_ROWS // 2 if weights.is_gated else BLOCK_ROWS
     expected = (-(-weights.num_columns // width), 4 * chunks, 256)

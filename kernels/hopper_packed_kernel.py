@@ -18,12 +18,12 @@ from ep_runtime.kernels.hopper_packed_products import (
     AT_ACTIVATION,
     AT_COLUMN_TAIL,
     AT_CONSUMERS,
-    AT_CUTS_TILES,
     AT_GATHERS,
     AT_GROUP_TILES,
     AT_HEIGHT,
     AT_SCALES_SUMS,
     AT_SLABS,
+    AT_SPLIT,
     AT_STORED,
     multiply_scaled,
     multiply_scaling_sums,
@@ -101,7 +101,7 @@ def _columns_of_slab(ROWS: gl.constexpr, SLAB: gl.constexpr, KIND: gl.constexpr)
 @gluon.jit
 def _slots_of(item, pointers, sizes, ROWS: gl.constexpr, KIND: gl.constexpr):
     """Of a tile's first ROWS rows: their slots, and the slots' weights if there are any."""
-    _, slots_ptr, topk_weights_ptr, _, _ = pointers
+    _, slots_ptr, topk_weights_ptr, _, _, _ = pointers
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, output_layout(ROWS, width_of(KIND))))
     slots = gl.load(slots_ptr + item[0] * KIND[AT_HEIGHT] + rows)
     if topk_weights_ptr is None:
@@ -111,10 +111,39 @@ def _slots_of(item, pointers, sizes, ROWS: gl.constexpr, KIND: gl.constexpr):
 
 
 @gluon.jit
+def _about_tile(item, pointers, sizes, ROWS: gl.constexpr, KIND: gl.constexpr):
+    """What `_slots_of` gives, then the global scales of the tile's expert if there are any: of gate
+    and up, of ungated weights the one twice."""
+    tile_experts_ptr, _, _, _, global_scales_ptr, _ = pointers
+    of_rows = _slots_of(item, pointers, sizes, ROWS, KIND)
+    if global_scales_ptr is None:
+        return of_rows
+    else:
+        PARTS: gl.constexpr = 2 if width_of(KIND) == 32 * KIND[AT_SLABS] else 1
+        first_ptr = global_scales_ptr + PARTS * gl.load(tile_experts_ptr + item[0])
+        of_expert = (gl.load(first_ptr), gl.load(first_ptr + PARTS - 1))
+        return of_rows + of_expert
+
+
+@gluon.jit
+def _add_bias(sums, bias_ptr, expert, first_column, columns, num_columns, is_first):
+    """Sums [rows, n] of ungated weights, plus their columns' bias in the first part of K alone.
+
+    columns: [n] from first_column on, or None, as `finish_columns` takes them.
+    """
+    if columns is None:
+        columns = gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout))
+    bias_ptrs = bias_ptr + expert.to(gl.int64) * num_columns + first_column
+    mask = (columns < num_columns - first_column) & is_first
+    bias = gl.load(bias_ptrs + columns, mask=mask, other=0.0)
+    return sums + gl.expand_dims(bias.to(gl.float32), 0)
+
+
+@gluon.jit
 def _finish(
     sums,
-    of_rows,  # what `_slots_of` gives
-    item,  # its tile and column block
+    about_tile,  # as `_about_tile` gives it
+    item,  # its tile and column block, with parts of K: block * SPLIT + part
     pointers,
     sizes,
     alpha,
@@ -124,14 +153,15 @@ def _finish(
 ):
     """Epilogue of each slab's sums [64, n]: of a tile's first n rows."""
     tile, block = item
-    slots = of_rows[0]
-    tile_experts_ptr, _, topk_weights_ptr, bias_ptr, out_ptr = pointers
+    slots = about_tile[0]
+    tile_experts_ptr, _, topk_weights_ptr, bias_ptr, global_scales_ptr, out_ptr = pointers
     row_weights = None
     if topk_weights_ptr is not None:
-        row_weights = of_rows[1]
+        row_weights = about_tile[1]
     _, _, num_columns, _, num_slots = sizes
     ROWS: gl.constexpr = sums[0].shape[1]
     SLABS: gl.constexpr = KIND[AT_SLABS]
+    SPLIT: gl.constexpr = KIND[AT_SPLIT]
     ACTIVATION: gl.constexpr = KIND[AT_ACTIVATION]
     IS_GATED: gl.constexpr = width_of(KIND) == 32 * SLABS
     BLOCK: gl.constexpr = 64 if IS_GATED else 128
@@ -143,19 +173,30 @@ def _finish(
     if KIND[AT_STORED] == "e2m1":
         gate *= E2M1_SUMS
         up *= E2M1_SUMS
+    if global_scales_ptr is not None:
+        gate *= about_tile[-2]
+        up *= about_tile[-1]
     columns = None
     if SLABS == 1:
         columns = _columns_of_slab(ROWS, CONSUMER % 2, KIND)
+    out_rows = slots
+    if SPLIT > 1:
+        part = block % SPLIT
+        block = block // SPLIT
+        out_rows = slots.to(gl.int64) * SPLIT + part
+        if bias_ptr is not None:
+            first = (block * (KIND[AT_CONSUMERS] * SLABS // 2) + CONSUMER * SLABS // 2) * BLOCK
+            gate = _add_bias(gate, bias_ptr, expert, first, columns, num_columns, part == 0)
     finish_columns(
         gate,
         up,
         (block * (KIND[AT_CONSUMERS] * SLABS // 2) + CONSUMER * SLABS // 2) * BLOCK,
         expert,
         # The first projection gathers rows, and its results stay by position.
-        tile.to(gl.int64) * KIND[AT_HEIGHT] + rows if KIND[AT_GATHERS] else slots.to(gl.int64),
+        tile.to(gl.int64) * KIND[AT_HEIGHT] + rows if KIND[AT_GATHERS] else out_rows.to(gl.int64),
         slots < num_slots,
         row_weights,
-        (bias_ptr, out_ptr, None),
+        (bias_ptr if SPLIT == 1 else None, out_ptr, None),
         num_columns,
         alpha,
         limit,
@@ -179,9 +220,9 @@ def _multiply_rows(
 ):
     """An item of whose tile only the first ROWS rows are any; the ring's next place."""
     operands, pointers, sizes, alpha, limit = given
-    # Of many rows they have no registers during the products.
+    # Of many rows it has no registers during the products.
     if ROWS <= 32:
-        of_rows = _slots_of(item, pointers, sizes, ROWS, KIND)
+        about_tile = _about_tile(item, pointers, sizes, ROWS, KIND)
     if KIND[AT_SCALES_SUMS]:
         sums, stage, phase = multiply_scaling_sums(operands, stage, phase, sizes[3], CONSUMER, KIND)
     else:
@@ -189,49 +230,54 @@ def _multiply_rows(
             operands, stage, phase, parity, sizes[3], ROWS, CONSUMER, KIND
         )
     if ROWS > 32:
-        of_rows = _slots_of(item, pointers, sizes, ROWS, KIND)
-    _finish(sums, of_rows, item, pointers, sizes, alpha, limit, CONSUMER, KIND)
+        about_tile = _about_tile(item, pointers, sizes, ROWS, KIND)
+    _finish(sums, about_tile, item, pointers, sizes, alpha, limit, CONSUMER, KIND)
     return stage, phase
 
 
 @gluon.jit
-def _slot_after_half(index, pointers, sizes, KIND: gl.constexpr):
-    """Of an item's tile the slot after half of its rows."""
-    num_tiles, num_blocks, _, _, _ = sizes
-    HEIGHT: gl.constexpr = KIND[AT_HEIGHT]
-    if KIND[AT_CUTS_TILES]:
-        tile, _ = locate_pair(index, num_tiles, num_blocks, KIND[AT_GROUP_TILES])
-        is_item = index < num_tiles * num_blocks
-        return gl.load(pointers[1] + tile * HEIGHT + HEIGHT // 2, mask=is_item, other=0)
+def _item_at(index, order, num_tiles, num_blocks, GROUP_TILES: gl.constexpr):
+    """The index-th item, (tile, column block); of cut tiles all items of tall ones come first."""
+    order_ptr, order_size, num_tall = order
+    if order_ptr is None:
+        return locate_pair(index, num_tiles, num_blocks, GROUP_TILES)
     else:
-        return index
+        is_tall = index < num_tall * num_blocks
+        within = index - gl.where(is_tall, 0, num_tall * num_blocks)
+        height = gl.where(is_tall, num_tall, num_tiles - num_tall)
+        rank, block = locate_pair(within, height, num_blocks, GROUP_TILES)
+        place = gl.where(is_tall, rank, order_size - 1 - rank)
+        is_item = index < num_tiles * num_blocks
+        return gl.load(order_ptr + place, mask=is_item, other=0), block
 
 
 @gluon.jit
 def _consume(
     given,  # stages and barriers, pointers, sizes, alpha, limit
+    order,  # tile_order, or None where no tile is cut; its size, num_tall_tiles
     CONSUMER: gl.constexpr,
     KIND: gl.constexpr,
 ):
     """A consumer: 128 or 64 rows of W of each item, products and epilogue.
 
-    A tall tile of which half is empty, an expert's last, is multiplied as half a tile.
+    Cut tiles that are not tall, of which half or more is empty, are multiplied as half a tile.
     """
-    _, pointers, sizes, _, _ = given
-    num_tiles, num_blocks, _, _, num_slots = sizes
+    num_tiles, num_blocks, _, _, _ = given[2]
     HEIGHT: gl.constexpr = KIND[AT_HEIGHT]
+    GROUP_TILES: gl.constexpr = KIND[AT_GROUP_TILES]
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    middle = _slot_after_half(gl.program_id(0), pointers, sizes, KIND)
+    following = _item_at(gl.program_id(0), order, num_tiles, num_blocks, GROUP_TILES)
     for index in range(gl.program_id(0), num_tiles * num_blocks, gl.num_programs(0)):
-        item = locate_pair(index, num_tiles, num_blocks, KIND[AT_GROUP_TILES])
+        item = following
+        # Located an item ahead, so that nothing waits for the load of its tile.
+        next_index = index + gl.num_programs(0)
+        following = _item_at(next_index, order, num_tiles, num_blocks, GROUP_TILES)
         parity = index // gl.num_programs(0) & 1
-        # Padding is at a tile's end: one slot says whether there are rows from there on. Loaded an
-        # item ahead, so that nothing waits for it.
-        is_tall = middle < num_slots
-        middle = _slot_after_half(index + gl.num_programs(0), pointers, sizes, KIND)
-        if KIND[AT_CUTS_TILES]:
-            if is_tall:
+        if order[0] is None:
+            stage, phase = _multiply_rows(given, item, stage, phase, parity, HEIGHT, CONSUMER, KIND)
+        else:
+            if index < order[2] * num_blocks:
                 stage, phase = _multiply_rows(
                     given, item, stage, phase, parity, HEIGHT, CONSUMER, KIND
                 )
@@ -239,8 +285,6 @@ def _consume(
                 stage, phase = _multiply_rows(
                     given, item, stage, phase, parity, HEIGHT // 2, CONSUMER, KIND
                 )
-        else:
-            stage, phase = _multiply_rows(given, item, stage, phase, parity, HEIGHT, CONSUMER, KIND)
 
 
 @gluon.jit
@@ -257,10 +301,12 @@ def _load(
     operands,
     gather,
     tile_experts_ptr,
+    order,
     sizes,
     NUM_BLOCKS: gl.constexpr,
     GROUP: gl.constexpr,
     GROUP_TILES: gl.constexpr,
+    split,  # parts of K that a column block's items have, or None for 1
 ):
     x, words, factors, x_stages, word_boxes, factor_boxes, full, empty = operands
     num_tiles, num_blocks, blocks_per_expert, num_k_blocks = sizes
@@ -274,8 +320,11 @@ def _load(
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     for index in range(gl.program_id(0), num_tiles * num_blocks, gl.num_programs(0)):
-        tile, block = locate_pair(index, num_tiles, num_blocks, GROUP_TILES)
+        tile, block = _item_at(index, order, num_tiles, num_blocks, GROUP_TILES)
         expert = gl.load(tile_experts_ptr + tile)
+        if split is not None:
+            first_k_block = block % split * num_k_blocks
+            block = block // split
         w_block = expert * blocks_per_expert + block * NUM_BLOCKS
         if gather is not None:
             slots_ptr, num_slots, top_k, row_chunks, k_size = gather
@@ -285,10 +334,13 @@ def _load(
             row_ptrs = x + (slots // top_k).to(gl.int64) * row_chunks * 8
             pointers = gl.expand_dims(row_ptrs, 1) + gl.expand_dims(columns, 0)
             is_row = gl.expand_dims(slots < num_slots, 1)
-        for k_block in range(num_k_blocks):
+        for of_part in range(num_k_blocks):
             mbarrier.wait(empty.index(stage), phase ^ 1)
             bar = full.index(stage)
             mbarrier.expect(bar, STAGE_BYTES)
+            k_block = of_part
+            if split is not None:
+                k_block = first_k_block + of_part
             w_at = [w_block, k_block * (4 * CHUNKS), 0]
             tma.async_copy_global_to_shared(words, w_at, bar, word_boxes.index(stage))
             s_at = [w_block, k_block * BLOCK_K // GROUP, 0]
@@ -305,7 +357,7 @@ def _load(
             stage, phase = next_stage(stage, phase, STAGES)
 
 
-@gluon.jit(do_not_specialize=["num_slots"])
+@gluon.jit(do_not_specialize=["order_size", "num_slots"])
 def project_packed_kernel(
     x,  # a descriptor of [P, K]; gathered, a pointer to [R, K]
     words,  # a descriptor of [E * blocks, 4 * chunks, 256] int32
@@ -313,11 +365,15 @@ def project_packed_kernel(
     top_k,
     row_chunks,
     tile_experts_ptr,
+    tile_order_ptr,  # None where no tile is cut
+    order_size,
     num_tiles_ptr,
+    num_tall_tiles_ptr,
     slots_ptr,
     topk_weights_ptr,  # or None
     bias_ptr,  # or None
-    out_ptr,  # by position where rows are gathered, else by slot
+    global_scales_ptr,  # [E, 2] of gated weights, else [E, 1], float32; or None
+    out_ptr,  # by position where rows are gathered, else by slot, or by slot and part of K
     num_slots,
     num_columns,
     k_size,
@@ -334,9 +390,9 @@ def project_packed_kernel(
     GROUP_TILES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     SCALES_SUMS: gl.constexpr,
-    CUTS_TILES: gl.constexpr,
     LEAD: gl.constexpr,
     STORED: gl.constexpr,
+    SPLIT: gl.constexpr,
     IS_DEPENDENT: gl.constexpr,
 ):
     GATHERS: gl.constexpr = top_k is not None
@@ -365,22 +421,35 @@ def project_packed_kernel(
     word_stages = word_boxes._reinterpret(gl.int16, [STAGES * B * CHUNKS * 2, 32, 32], PLAIN)
     factor_stages = factor_boxes._reinterpret(DTYPE, [STAGES * B * GROUPS * PARTS, 32, 4], PLAIN)
     num_tiles = gl.load(num_tiles_ptr)
+    order = (tile_order_ptr, order_size, gl.load(num_tall_tiles_ptr))
     COLUMNS: gl.constexpr = 64 if IS_GATED else 128
     blocks_per_expert = gl.cdiv(num_columns, COLUMNS)
     num_blocks = gl.cdiv(num_columns, COLUMNS * B)
     BLOCKS: gl.constexpr = 1 if SCALES_SUMS else stages_at_a_time(CHUNKS, SLABS, HEIGHT == 128)
-    num_k_blocks = gl.cdiv(k_size, 64 * CHUNKS * BLOCKS) * BLOCKS  # past the end all is 0
+    # Of a part, all of one length: past the end all is 0. `columns_of_part` says the same.
+    num_k_blocks = gl.cdiv(k_size, 64 * CHUNKS * BLOCKS * SPLIT) * BLOCKS
+    if SPLIT > 1:
+        num_blocks *= SPLIT
     operands = (x_stages, word_stages, factor_stages, full, empty, turn)
-    pointers = (tile_experts_ptr, slots_ptr, topk_weights_ptr, bias_ptr, out_ptr)
+    pointers = (
+        tile_experts_ptr,
+        slots_ptr,
+        topk_weights_ptr,
+        bias_ptr,
+        global_scales_ptr,
+        out_ptr,
+    )
     sizes = (num_tiles, num_blocks, num_columns, num_k_blocks, num_slots)
     load_arguments = (
         (x, words, factors, x_stages, word_boxes, factor_boxes, full, empty),
         (slots_ptr, num_slots, top_k, row_chunks, k_size) if GATHERS else None,
         tile_experts_ptr,
+        order,
         (num_tiles, num_blocks, blocks_per_expert, num_k_blocks),
         B,
         GROUP,
         GROUP_TILES,
+        SPLIT if SPLIT > 1 else None,
     )
     LOADERS: gl.constexpr = 4 if GATHERS else 1
     LOADER_REGISTERS: gl.constexpr = 40 if GATHERS else 24
@@ -395,21 +464,23 @@ def project_packed_kernel(
         SCALES_SUMS,
         PARTS,
         HEIGHT,
-        CUTS_TILES,
         LEAD if C == 2 else 0,
         STORED,
-        GROUPS == 2 * CHUNKS,
+        GROUPS // CHUNKS if GROUPS > CHUNKS else 1,
         SLABS,
+        SPLIT,
     )
     if C == 1:
         gl.warp_specialize(
-            [(_consume, (given, 0, KIND)), (_load, load_arguments)], [LOADERS], [LOADER_REGISTERS]
+            [(_consume, (given, order, 0, KIND)), (_load, load_arguments)],
+            [LOADERS],
+            [LOADER_REGISTERS],
         )
     elif C == 2:
         gl.warp_specialize(
             [
-                (_consume, (given, 0, KIND)),
-                (_consume, (given, 1, KIND)),
+                (_consume, (given, order, 0, KIND)),
+                (_consume, (given, order, 1, KIND)),
                 (_load, load_arguments),
             ],
             [4, LOADERS],
@@ -419,10 +490,10 @@ def project_packed_kernel(
         gl.static_assert(C == 4)
         gl.warp_specialize(
             [
-                (_consume, (given, 0, KIND)),
-                (_consume, (given, 1, KIND)),
-                (_consume, (given, 2, KIND)),
-                (_consume, (given, 3, KIND)),
+                (_consume, (given, order, 0, KIND)),
+                (_consume, (given, order, 1, KIND)),
+                (_consume, (given, order, 2, KIND)),
+                (_consume, (given, order, 3, KIND)),
                 (_load, load_arguments),
             ],
             [4, 4, 4, LOADERS],

@@ -14,15 +14,16 @@ _COLUMN_UNIT = 8
 def suits_hopper_packed(shape: ExpertsShape) -> bool:
     """Whether sm_90 runs such a layer on Hopper's packed GEMM.
 
-    int4 in order, with or without zero points, in groups of 32 columns or more; mxfp4 of bfloat16
-    layers; 16-bit rows, sizes whose rows TMA can read.
+    int4 in order, with or without zero points, in groups of 32 columns or more; mxfp4 and nvfp4 of
+    bfloat16 layers; 16-bit rows, sizes whose rows TMA can read.
     """
     scheme = shape.scheme
-    is_mxfp4 = scheme.weight is WeightScheme.MXFP4 and shape.dtype is torch.bfloat16
-    takes_scheme = (scheme.weight is WeightScheme.INT4 or is_mxfp4) and packed_fault(scheme) is None
+    is_e2m1 = scheme.weight in (WeightScheme.MXFP4, WeightScheme.NVFP4)
+    takes_codes = shape.dtype is torch.bfloat16 if is_e2m1 else scheme.weight is WeightScheme.INT4
     sizes = (shape.hidden_size, shape.intermediate_size)
     return (
-        takes_scheme
+        takes_codes
+        and packed_fault(scheme) is None
         and shape.dtype.itemsize == 2
         and all(size % _COLUMN_UNIT == 0 for size in sizes)
     )

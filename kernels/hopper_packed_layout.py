@@ -19,13 +19,14 @@ from torch import Tensor
 
 from ep_runtime.kernels.base import ExpertsShape, ExpertWeights
 from ep_runtime.kernels.errors import CheckpointError
+from ep_runtime.kernels.quant.packed_weights import packed_layout
 from ep_runtime.kernels.quant.packing import pack_pairs, unpack_pairs
-from ep_runtime.kernels.quant.scheme import QuantParameters, WeightScheme
+from ep_runtime.kernels.quant.scheme import QuantParameters
 
 SLAB_ROWS = 64
 CHUNK_COLUMNS = 64
 BLOCK_ROWS = 2 * SLAB_ROWS
-MIN_GROUP = CHUNK_COLUMNS // 2
+MIN_GROUP = CHUNK_COLUMNS // 4
 MXFP4_GROUP = 32
 _OFFSETS = {torch.bfloat16: 128, torch.float16: 1024}
 # An e2m1 code's bits where bfloat16 has them are its value times 2^-126: scales are kept times
@@ -43,8 +44,9 @@ class HopperWords:
     groups, 128] in the layer's dtype, the scales: number 4 (8 w + g) + 2 i + h is of row
     16 w + 8 h + g of slab i; with zero points [.., 256], 128 centres after the scales: a zero point
     plus 128, of float16 plus 1024. num_columns: N, of a gated w13 N / 2. group_size: columns that
-    share a scale, a power of two from 32 on; None: all. stored: int4 | e2m1, what a code is; words
-    of e2m1 are as `spread_e2m1` leaves them, scales times E2M1_SCALE.
+    share a scale, a power of two from 16 on; None: all. stored: int4 | e2m1, what a code is; words
+    of e2m1 are as `spread_e2m1` leaves them, scales times E2M1_SCALE. global_scales: of nvfp4,
+    [E, 2] of a gated w13 (gate, up), else [E, 1], float32, contiguous; they multiply sums.
     """
 
     words: Tensor
@@ -53,6 +55,7 @@ class HopperWords:
     group_size: int | None
     is_gated: bool
     stored: str = "int4"
+    global_scales: Tensor | None = None
 
     @property
     def has_centres(self) -> bool:
@@ -173,22 +176,26 @@ def pack_hopper_weights(weights: ExpertWeights, shape: ExpertsShape) -> ExpertWe
     The words take the values' place, the factors the scales', in which zero points are then.
     ValueError for weights without scales, CheckpointError for mxfp4 scales above 2^64 or NaN.
     """
+    layout = packed_layout(shape.scheme)
 
     def packed(
         name: str, values: Tensor, quant: QuantParameters | None, is_gated: bool
     ) -> tuple[Tensor, QuantParameters]:
-        scales = _scales_of(quant).scales
-        if _stored(shape) == "e2m1":
-            _refuse_large_exponents(name, scales)
+        given = _parameters(quant)
+        if given.scales.dtype is torch.uint8:
+            _refuse_large_exponents(name, given.scales)
         found = pack_hopper_words(
             values,
-            exponent_scales(scales, shape.dtype) if scales.dtype is torch.uint8 else scales,
-            _group_size(shape),
+            _in_dtype(given.scales, shape.dtype),
+            layout.group_size,
             is_gated=is_gated,
-            zero_points=_scales_of(quant).zero_points,
-            stored=_stored(shape),
+            zero_points=given.zero_points,
+            stored=layout.stored,
         )
-        return found.words, QuantParameters(found.factors)
+        global_scales = given.global_scales
+        if global_scales is not None:
+            global_scales = global_scales.contiguous()
+        return found.words, QuantParameters(found.factors, global_scales=global_scales)
 
     w13, w13_quant = packed("w13", weights.w13, weights.w13_quant, shape.activation.is_gated)
     w2, w2_quant = packed("w2", weights.w2, weights.w2_quant, False)
@@ -208,11 +215,26 @@ def pack_hopper_weights(weights: ExpertWeights, shape: ExpertsShape) -> ExpertWe
 
 def hopper_words(weights: ExpertWeights, shape: ExpertsShape) -> tuple[HopperWords, HopperWords]:
     """w13 and w2 of what `pack_hopper_weights` returned. ValueError for weights without scales."""
-    group_size, is_gated, stored = _group_size(shape), shape.activation.is_gated, _stored(shape)
-    w13, w2 = (_scales_of(quant).scales for quant in (weights.w13_quant, weights.w2_quant))
+    layout = packed_layout(shape.scheme)
+
+    def words_of(
+        words: Tensor, quant: QuantParameters | None, num_columns: int, is_gated: bool
+    ) -> HopperWords:
+        given = _parameters(quant)
+        return HopperWords(
+            words,
+            given.scales,
+            num_columns,
+            layout.group_size,
+            is_gated,
+            layout.stored,
+            given.global_scales,
+        )
+
+    is_gated = shape.activation.is_gated
     return (
-        HopperWords(weights.w13, w13, shape.intermediate_size, group_size, is_gated, stored),
-        HopperWords(weights.w2, w2, shape.hidden_size, group_size, False, stored),
+        words_of(weights.w13, weights.w13_quant, shape.intermediate_size, is_gated),
+        words_of(weights.w2, weights.w2_quant, shape.hidden_size, False),
     )
 
 
@@ -235,15 +257,14 @@ def exponent_scales(scales: Tensor, dtype: torch.dtype) -> Tensor:
     return bits.view(torch.float32).to(dtype)
 
 
-def _group_size(shape: ExpertsShape) -> int | None:
-    return MXFP4_GROUP if _stored(shape) == "e2m1" else shape.scheme.group_size
+def _in_dtype(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales in the layer's dtype; bfloat16 has all ue8m0 and all e4m3 ones."""
+    if scales.dtype is torch.uint8:
+        return exponent_scales(scales, dtype)
+    return scales.to(dtype) if scales.dtype is torch.float8_e4m3fn else scales
 
 
-def _stored(shape: ExpertsShape) -> str:
-    return "e2m1" if shape.scheme.weight is WeightScheme.MXFP4 else "int4"
-
-
-def _scales_of(quant: QuantParameters | None) -> QuantParameters:
+def _parameters(quant: QuantParameters | None) -> QuantParameters:
     if quant is None:
         raise ValueError("packed weights have scales; these were given without")
     return quant

@@ -23,7 +23,7 @@ from ep_runtime.kernels.hopper_packed_values import (
     FACTORS,
     WORDS,
     fragment_of,
-    of_halves,
+    from_word,
     split_factors,
 )
 from ep_runtime.kernels.hopper_tiles import next_stage
@@ -37,11 +37,11 @@ AT_GATHERS = gl.constexpr(4)
 AT_SCALES_SUMS = gl.constexpr(5)
 AT_PARTS = gl.constexpr(6)  # of a group's factors: scales, centres
 AT_HEIGHT = gl.constexpr(7)
-AT_CUTS_TILES = gl.constexpr(8)
-AT_LEAD = gl.constexpr(9)
-AT_STORED = gl.constexpr(10)
-AT_SHORT_GROUPS = gl.constexpr(11)  # whether a chunk has two groups
-AT_SLABS = gl.constexpr(12)  # of a consumer
+AT_LEAD = gl.constexpr(8)
+AT_STORED = gl.constexpr(9)
+AT_CHUNK_GROUPS = gl.constexpr(10)  # of columns, of a chunk: 1, 2 or 4
+AT_SLABS = gl.constexpr(11)  # of a consumer
+AT_SPLIT = gl.constexpr(12)  # parts of K that a column block's items have
 
 
 @gluon.constexpr_function
@@ -74,12 +74,12 @@ def _locate(operands, stage, UNIT: gl.constexpr, CONSUMER: gl.constexpr, KIND: g
 @gluon.jit
 def _factors_at(operands, at, UNIT: gl.constexpr, KIND: gl.constexpr):
     """Of a unit's slab, from factors `at` on: of the upper and of the lower rows, [32, 1] each, or
-    by word [32, 32] where a chunk has two groups of columns."""
+    by word [32, 32] where a chunk has more than one group of columns."""
     factors = split_factors(operands[2].index(at).load(FACTORS))[UNIT % 2]
-    if KIND[AT_SHORT_GROUPS]:
-        factors = of_halves(
-            factors, split_factors(operands[2].index(at + KIND[AT_PARTS]).load(FACTORS))[UNIT % 2]
-        )
+    for group in gl.static_range(1, KIND[AT_CHUNK_GROUPS]):
+        following = operands[2].index(at + group * KIND[AT_PARTS]).load(FACTORS)
+        following = split_factors(following)[UNIT % 2]
+        factors = from_word(factors, following, 4 * group // KIND[AT_CHUNK_GROUPS])
     return factors
 
 

@@ -5,17 +5,22 @@ Triton kernels (kernels/packed_gemm.py), from the repacking at load on.
 """
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 
 from ep_runtime.kernels.base import ExpertsShape
+from ep_runtime.kernels.dependent_launch import ordinary_launches
+from ep_runtime.kernels.errors import PlanError
+from ep_runtime.kernels.hopper_packed_gemm import HEIGHTS, PARTS_DTYPE, columns_of_part
 from ep_runtime.kernels.hopper_packed_gemm import HopperPackedSchedule as Schedule
 from ep_runtime.kernels.hopper_packed_layers import CAPABILITY, suits_hopper_packed
-from ep_runtime.kernels.hopper_packed_layout import MIN_GROUP
+from ep_runtime.kernels.hopper_packed_layout import CHUNK_COLUMNS
 from ep_runtime.kernels.interpreter import is_interpreting
 from ep_runtime.kernels.packed_schedule import PackedExpertsTiles, choose_packed_tiles
+from ep_runtime.kernels.quant.packed_weights import packed_layout
 from ep_runtime.kernels.quant.scheme import QuantScheme, WeightScheme
 from ep_runtime.kernels.tiles import rows_per_expert
 from ep_runtime.kernels.workspace import aligned_bytes
@@ -25,6 +30,8 @@ from ep_runtime.kernels.workspace import aligned_bytes
 UNPACKED_FROM = 2000
 # Of workspace: 0.44 GiB are the first projection of those.
 MAX_UNPACKED_BYTES = 1 << 30
+# Of workspace too: the rows of all parts. A call may have room for far more rows than it has.
+MAX_PARTS_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,19 @@ class HopperPackedExpertsTiles:
     gate_up: Schedule
     down: Schedule
     unpacks: bool = False
+
+    def __post_init__(self) -> None:
+        if self.gate_up.split_k > 1 or (self.unpacks and self.down.split_k > 1):
+            raise PlanError(
+                f"split_k ({self.gate_up.split_k} and {self.down.split_k}) is for the second "
+                f"projection of packed weights; unpacks is {self.unpacks}"
+            )
+
+
+def launches_of(tiles: object) -> AbstractContextManager[None]:
+    """How a call with such tiles launches: `ordinary_launches` on the packed GEMM."""
+    is_hopper_packed = isinstance(tiles, HopperPackedExpertsTiles)
+    return ordinary_launches() if is_hopper_packed else nullcontext()
 
 
 def takes_hopper_packed(shape: ExpertsShape, device: torch.device) -> bool:
@@ -75,8 +95,11 @@ def choose_tiles_of_packed(
     if not is_batched:
         num_experts = min(num_experts, num_rows * shape.top_k)
     tiles = hopper_packed_tiles(expected, shape, num_experts)
-    unpacks = not is_batched and expected >= UNPACKED_FROM and unpacked_bytes(num_rows, shape) > 0
-    return replace(tiles, unpacks=unpacks)
+    if is_batched:
+        return tiles
+    parts = _num_parts(tiles, shape, num_experts, expected, num_rows * shape.top_k)
+    unpacks = expected >= UNPACKED_FROM and unpacked_bytes(num_rows, shape) > 0
+    return replace(tiles, down=replace(tiles.down, split_k=parts), unpacks=unpacks)
 
 
 def unpacked_bytes(num_rows: int, shape: ExpertsShape) -> int:
@@ -89,6 +112,57 @@ def unpacked_bytes(num_rows: int, shape: ExpertsShape) -> int:
         return 0  # unpack_weight has one scale a chunk
     has_rows = num_rows * shape.top_k >= UNPACKED_FROM * shape.num_local_experts
     return num_bytes if has_rows and num_bytes <= MAX_UNPACKED_BYTES else 0
+
+
+def parts_bytes(num_rows: int, shape: ExpertsShape) -> int:
+    """The most that a call of `num_rows` or fewer takes for the rows of parts, where K is split; 0
+    where it never is. Never less for more rows."""
+    if not suits_hopper_packed(shape):
+        return 0
+    num_slots, most = num_rows * shape.top_k, 0
+    for num_experts in range(1, min(shape.num_local_experts, num_slots) + 1):
+        # So few rows an expert that no row too many forbids it.
+        tiles = hopper_packed_tiles(0.0, shape, num_experts)
+        parts = _num_parts(tiles, shape, num_experts, 0.0, num_experts)
+        if parts == 1:
+            break
+        # Fewer experts than are here are those of as few slots.
+        all_here = num_experts == shape.num_local_experts
+        most = max(most, _parts_bytes(parts, num_slots if all_here else num_experts, shape))
+    return min(most, MAX_PARTS_BYTES)
+
+
+def _parts_bytes(parts: int, num_slots: int, shape: ExpertsShape) -> int:
+    return aligned_bytes(num_slots * parts * shape.hidden_size * PARTS_DTYPE.itemsize)
+
+
+def _num_parts(
+    tiles: HopperPackedExpertsTiles,
+    shape: ExpertsShape,
+    num_experts: int,
+    expected: float,
+    num_slots: int,
+) -> int:
+    """How many parts K of the second projection is split into, for `num_slots` slots of at most so
+    many experts with rows.
+
+    As many as leave each item a multiprocessor of its own; each fills its ring of stages at least
+    once; and what is written and read of them is at most an eighth of the words that are read.
+    """
+    down, height = tiles.down, tiles.block_m
+    if height not in _FEW_ITEMS or num_experts == 0:
+        return 1
+    block_rows = CHUNK_COLUMNS * down.num_consumers * down.num_slabs
+    num_items = num_experts * -(-shape.hidden_size // block_rows)
+    k_size = shape.intermediate_size
+    for parts in range(min(_MOST_PARTS, _MULTIPROCESSORS // num_items), 1, -1):
+        columns = columns_of_part(k_size, replace(down, split_k=parts), height)
+        fills_ring = columns >= down.num_stages * CHUNK_COLUMNS * down.num_chunks
+        # Of an expert's column: 4 bytes written and read for a row's part, K / 2 bytes of words.
+        is_little = 8 * 2 * PARTS_DTYPE.itemsize * parts * expected <= k_size / 2
+        if fills_ring and is_little and _parts_bytes(parts, num_slots, shape) <= MAX_PARTS_BYTES:
+            return parts
+    return 1
 
 
 def hopper_packed_tiles(
@@ -106,7 +180,9 @@ def hopper_packed_tiles(
         )
     )
     if _has_short_groups(shape.scheme):
-        gate_up, down = (_for_short_groups(one, shape.scheme) for one in (gate_up, down))
+        gate_up, down = (
+            _for_short_groups(one, tiles.block_m, shape.scheme) for one in (gate_up, down)
+        )
     return replace(tiles, gate_up=gate_up, down=down)
 
 
@@ -119,18 +195,21 @@ def _for_items(one: Schedule, height: int, num_items: int) -> Schedule:
 
 
 def _has_short_groups(scheme: QuantScheme) -> bool:
-    """Whether a chunk of columns has two groups, whose scales then multiply weights always."""
-    return scheme.weight is WeightScheme.MXFP4 or scheme.group_size == MIN_GROUP
+    """Whether a chunk of columns has two groups or four, whose scales multiply weights always."""
+    group_size = packed_layout(scheme).group_size
+    return group_size is not None and group_size < CHUNK_COLUMNS
 
 
-def _for_short_groups(one: Schedule, scheme: QuantScheme) -> Schedule:
-    # With centres two programs' stages would be more than a multiprocessor has.
-    fewer = scheme.has_zero_points and one.programs_per_sm > 1
+def _for_short_groups(one: Schedule, height: int, scheme: QuantScheme) -> Schedule:
+    # With centres, or four groups, two programs' stages would be more than a multiprocessor has.
+    has_four = scheme.weight is WeightScheme.NVFP4 and height == HEIGHTS[0]
+    fewer = (scheme.has_zero_points or has_four) and one.programs_per_sm > 1
     return replace(one, scales_sums=False, num_stages=one.num_stages - fewer)
 
 
 _ITEM_ROWS = 256
 _MULTIPROCESSORS = 132  # of an H100 or H200
+_MOST_PARTS = 4  # of which each is a row to sum, for each slot
 # Where items are fewer than multiprocessors: four consumers to an item, a slab each; where there
 # are fewer than half as many, items of half as many rows, with stages enough that no two programs
 # share a multiprocessor.

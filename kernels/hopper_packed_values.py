@@ -110,11 +110,12 @@ def _as_column(factors):
 
 
 @gluon.jit
-def of_halves(first, second):
-    """Pairs [32, 1] of columns 0 to 31 and of 32 to 63 of a slab as pairs [32, 32], by word."""
+def from_word(first, second, WORD: gl.constexpr):
+    """Pairs [32, 1], or the first [32, 32], of a slab's columns as pairs [32, 32], by word: those
+    of the second from word WORD on, which is column 16 WORD."""
     # Word j of a thread, of which the compiler knows the number: nothing is left of the choice.
     word = gl.arange(0, 32, gl.SliceLayout(0, WORDS)) // 2 % 4
-    is_second = gl.expand_dims(word >= 2, 0)
+    is_second = gl.expand_dims(word >= WORD, 0)
     return gl.where(is_second, second[0], first[0]), gl.where(is_second, second[1], first[1])
 
 

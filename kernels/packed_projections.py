@@ -62,9 +62,10 @@ def project_packed(
 
     rows: [R, H], any strides (on Hopper rows that start at no multiple of 16 bytes are copied);
     slot s belongs to row s // top_k. weights: as `prepare_packed_weights` leaves them, tiles of the
-    same way. slot_weights: [N] float32 or None. out: [N, H], contiguous; slots elsewhere stay
-    unwritten. Takes `activated_bytes` and `unpacked_bytes`. PlanError for rows that are not in the
-    layer's dtype. Does not wait for the device.
+    same way. slot_weights: [N] float32 or None. out: [N, H], contiguous, or where the tiles split K
+    [N * split_k, H] float32; slots elsewhere stay unwritten. Takes `activated_bytes` and
+    `unpacked_bytes`. PlanError for rows that are not in the layer's dtype. Does not wait for the
+    device.
     """
     if rows.scales is not None:
         raise PlanError(

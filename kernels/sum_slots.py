@@ -23,14 +23,16 @@ def sum_slots(
     num_local_experts: int,
     out: Tensor,
     slot_positions: Tensor | None = None,
+    num_parts: int = 1,
 ) -> None:
     """out[r] = sum over k of outputs[r * K + k], in float32, k rising.
 
     outputs: [N, H] contiguous. With slot_positions, [N] int32, it is [P, H] and raw, and a summand
-    is topk_weights[r, k] * outputs[slot_positions[r * K + k]]. Slots whose id is outside
+    is topk_weights[r, k] * outputs[slot_positions[r * K + k]]. In parts, it has num_parts rows for
+    each of these, one after another, that are summed in their order. Slots whose id is outside
     [0, num_local_experts), and those of rows from num_rows on, are never read: they count as
-    exactly 0. out: [R, H], any strides, written whole. Moves slots * H + R * H elements. One
-    launch; does not wait for the device.
+    exactly 0. out: [R, H], any strides, written whole. Moves slots * num_parts * H + R * H
+    elements. One launch; does not wait for the device.
     """
     prepare_launch(out.device)
     ids = expert_input.topk_ids.contiguous()
@@ -51,6 +53,7 @@ def sum_slots(
         hidden_size,
         num_local_experts,
         TOP_K=ids.shape[1],
+        NUM_PARTS=num_parts,
         BLOCK_ROWS=block_rows,
         BLOCK_COLUMNS=block_columns,
         **launch_options(out.device),
@@ -64,6 +67,7 @@ def sum_slots_reference(
     num_local_experts: int,
     out: Tensor,
     slot_positions: Tensor | None = None,
+    num_parts: int = 1,
 ) -> None:
     """The definition of `sum_slots`."""
     ids = expert_input.topk_ids
@@ -77,16 +81,17 @@ def sum_slots_reference(
         positions = torch.where(is_valid.flatten(), slot_positions, 0).long()
     positions = positions.view(ids.shape)
     for k in range(ids.shape[1]):
-        values = outputs[positions[:, k]].float()
-        if slot_positions is not None:
-            values = expert_input.topk_weights[:, k, None] * values
-        total += torch.where(is_valid[:, k, None], values, 0.0)
+        for part in range(num_parts):
+            values = outputs[positions[:, k] * num_parts + part].float()
+            if slot_positions is not None:
+                values = expert_input.topk_weights[:, k, None] * values
+            total += torch.where(is_valid[:, k, None], values, 0.0)
     out.copy_(total)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _sum_slots_kernel(
-    outputs_ptr,  # [N, H], or [P, H] where there are positions
+    outputs_ptr,  # [N * NUM_PARTS, H], or [P * NUM_PARTS, H] where there are positions
     slot_positions_ptr,  # [N] or None
     ids_ptr,  # [R, K]
     topk_weights_ptr,  # [R, K], or None where the outputs are weighted
@@ -98,6 +103,7 @@ def _sum_slots_kernel(
     hidden_size,
     num_experts,
     TOP_K: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
@@ -121,14 +127,17 @@ def _sum_slots_kernel(
         positions = slots
         if slot_positions_ptr is not None:
             positions = tl.load(slot_positions_ptr + slots, mask=is_valid, other=0).to(tl.int64)
-        values = tl.load(
-            outputs_ptr + positions[:, None] * hidden_size + columns[None, :],
-            mask=is_valid[:, None] & is_column[None, :],
-            other=0.0,
-        ).to(tl.float32)
-        if topk_weights_ptr is not None:
-            values *= tl.load(topk_weights_ptr + slots, mask=is_valid, other=0.0)[:, None]
-        total += values
+        for part in tl.static_range(NUM_PARTS):
+            values = tl.load(
+                outputs_ptr
+                + (positions[:, None] * NUM_PARTS + part) * hidden_size
+                + columns[None, :],
+                mask=is_valid[:, None] & is_column[None, :],
+                other=0.0,
+            ).to(tl.float32)
+            if topk_weights_ptr is not None:
+                values *= tl.load(topk_weights_ptr + slots, mask=is_valid, other=0.0)[:, None]
+            total += values
     out_ptrs = out_ptr + rows[:, None] * stride_out_row
     out_ptrs += columns.to(tl.int64)[None, :] * stride_out_col
     mask = is_row[:, None] & is_column[None, :]

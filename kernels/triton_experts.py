@@ -23,10 +23,15 @@ from ep_runtime.kernels.base import (
     StandardExpertInput,
 )
 from ep_runtime.kernels.errors import PlanError
-from ep_runtime.kernels.expert_projections import project_slots, projections_bytes
+from ep_runtime.kernels.expert_projections import (
+    num_parts_of,
+    project_slots,
+    projections_bytes,
+)
 from ep_runtime.kernels.hopper_packed_schedule import (
     HopperPackedExpertsTiles,
     choose_tiles_of_packed,
+    launches_of,
 )
 from ep_runtime.kernels.packed_projections import prepare_packed_weights
 from ep_runtime.kernels.packed_schedule import PackedExpertsTiles
@@ -111,7 +116,8 @@ class TritonExperts(ModularExperts):
     ) -> Tensor:
         """See `ModularExperts.run`; rows from num_rows on come out as 0.
 
-        Each slot's weighted result is rounded to the layer's dtype before the float32 sum.
+        Each slot's weighted result is rounded to the layer's dtype before the float32 sum, but
+        where it comes in parts (`project_slots`), which are float32.
         """
         if not isinstance(expert_input, StandardExpertInput):
             raise PlanError("experts: triton takes the standard format; choose experts: reference")
@@ -139,7 +145,7 @@ class TritonExperts(ModularExperts):
             tiles = choose_tiles_of_packed(num_rows, num_source_rows, shape, output.device)
         else:
             tiles = choose_tiles(num_rows, num_source_rows, shape, output.device)
-        with workspace.frame():
+        with workspace.frame(), launches_of(tiles):
             aligned = align_slots(
                 expert_input,
                 num_local_experts=num_experts,
@@ -149,4 +155,10 @@ class TritonExperts(ModularExperts):
             slot_outputs = project_slots(
                 expert_input, weights, aligned, shape=shape, tiles=tiles, workspace=workspace
             )
-            sum_slots(slot_outputs, expert_input, num_local_experts=num_experts, out=output)
+            sum_slots(
+                slot_outputs,
+                expert_input,
+                num_local_experts=num_experts,
+                out=output,
+                num_parts=num_parts_of(tiles),
+            )

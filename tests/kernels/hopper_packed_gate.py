@@ -7,14 +7,16 @@ not compile is a traceback.
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from triton.runtime.jit import JITFunction
 
+from ep_runtime.kernels.align_blocks import AlignedSlots
 from ep_runtime.kernels.base import Activation, ActivationKind, ExpertsShape
 from ep_runtime.kernels.hopper_packed_gemm import (
+    PARTS_DTYPE,
     HopperPackedSchedule,
     project_down_hopper_packed,
     project_gate_up_hopper_packed,
@@ -22,7 +24,6 @@ from ep_runtime.kernels.hopper_packed_gemm import (
 from ep_runtime.kernels.hopper_packed_layout import HopperWords
 from ep_runtime.kernels.hopper_packed_schedule import HopperPackedExpertsTiles, hopper_packed_tiles
 from ep_runtime.kernels.quant.scheme import QuantScheme, WeightScheme
-from tests.kernels.hopper_cases import Tiles
 from tests.kernels.hopper_gate import assemble, compile_gluon, empty
 
 NUM_ROWS = 256
@@ -44,10 +45,13 @@ class PackedGateCase:
     dtype: torch.dtype = torch.bfloat16
     stored: str = "int4"
     num_experts: int = 64  # with rows
+    split_k: int = 1
 
     @property
     def cut(self) -> HopperPackedExpertsTiles:
-        weight = WeightScheme.MXFP4 if self.stored == "e2m1" else WeightScheme.INT4
+        weight = WeightScheme.INT4
+        if self.stored == "e2m1":
+            weight = WeightScheme.NVFP4 if self.is_nvfp4 else WeightScheme.MXFP4
         scheme = QuantScheme(weight, self.group_size, self.has_zeros)
         activation = Activation(self.activation or ActivationKind.SILU)
         columns = self.num_columns
@@ -55,14 +59,34 @@ class PackedGateCase:
         return hopper_packed_tiles(self.rows_per_expert, shape, self.num_experts)
 
     @property
+    def is_nvfp4(self) -> bool:
+        return self.stored == "e2m1" and self.group_size == 16
+
+    @property
     def schedule(self) -> HopperPackedSchedule:
-        return self.cut.down if self.activation is None else self.cut.gate_up
+        one = self.cut.down if self.activation is None else self.cut.gate_up
+        return replace(one, split_k=self.split_k)
 
 
 CASES = (
     PackedGateCase("16: silu", 4, 4096, 1536, ActivationKind.SILU),
     PackedGateCase("16: silu, few items", 4, 7168, 2048, ActivationKind.SILU, 64, num_experts=8),
     PackedGateCase("16: down, mxfp4", 4, 2880, 2880, None, 32, has_bias=True, stored="e2m1"),
+    PackedGateCase("16: down, 2 parts", 1, 14336, 4096, num_experts=2, split_k=2),
+    PackedGateCase("16: down, mxfp4, 3 parts", 4, 2880, 2880, None, 32, stored="e2m1", split_k=3),
+    PackedGateCase(
+        "16: down, nvfp4, 4 parts",
+        1,
+        14336,
+        4096,
+        None,
+        16,
+        has_bias=True,
+        stored="e2m1",
+        num_experts=2,
+        split_k=4,
+    ),
+    PackedGateCase("64: silu, nvfp4", 40, 4096, 1536, ActivationKind.SILU, 16, stored="e2m1"),
     PackedGateCase("64: down, zeros, float16", 40, 1536, 4096, None, 64, True, True, torch.float16),
     PackedGateCase("128: silu, a scale a row", 500, 7168, 2048, ActivationKind.SILU, None),
 )
@@ -71,7 +95,7 @@ CASES = (
 def launch(case: PackedGateCase) -> None:
     cut = case.cut
     is_gated = case.activation is not None
-    blocks = -(-case.num_columns // (64 if is_gated else 128))
+    blocks, parts = -(-case.num_columns // (64 if is_gated else 128)), 2 if is_gated else 1
     groups = 1 if case.group_size is None else -(-case.k_size // case.group_size)
     words = HopperWords(
         empty(NUM_EXPERTS, blocks, 4 * -(-case.k_size // 64), 256, dtype=torch.int32),
@@ -80,15 +104,19 @@ def launch(case: PackedGateCase) -> None:
         case.group_size,
         is_gated,
         case.stored,
+        empty(NUM_EXPERTS, parts, dtype=torch.float32) if case.is_nvfp4 else None,
     )
     positions = 16 * cut.block_m
-    tiles = Tiles(
+    tiles = AlignedSlots(
         slots=empty(positions, dtype=torch.int32),
         tile_experts=empty(16, dtype=torch.int32),
+        tile_order=empty(16, dtype=torch.int32),
         num_tiles=empty(1, dtype=torch.int32),
+        num_tall_tiles=empty(1, dtype=torch.int32),
+        max_tiles=16,
         block_m=cut.block_m,
+        num_slots=8 * NUM_ROWS,
     )
-    parts = 2 if is_gated else 1
     bias = empty(NUM_EXPERTS, parts * case.num_columns, dtype=case.dtype) if case.has_bias else None
     if case.activation is not None:
         project_gate_up_hopper_packed(
@@ -106,7 +134,11 @@ def launch(case: PackedGateCase) -> None:
         empty(positions, case.k_size, dtype=case.dtype),
         words,
         tiles,
-        out=empty(8 * NUM_ROWS, case.num_columns, dtype=case.dtype),
+        out=empty(
+            8 * NUM_ROWS * case.split_k,
+            case.num_columns,
+            dtype=case.dtype if case.split_k == 1 else PARTS_DTYPE,
+        ),
         topk_weights=empty(8 * NUM_ROWS, dtype=torch.float32),
         bias=bias,
         schedule=case.schedule,

@@ -85,6 +85,8 @@ def permute(rows_dtype: torch.dtype, out_dtype: torch.dtype, hidden_size: int) -
     aligned = AlignedSlots(
         empty(tiles * 128, dtype=torch.int32),
         empty(tiles, dtype=torch.int32),
+        empty(tiles, dtype=torch.int32),
+        empty(1, dtype=torch.int32),
         empty(1, dtype=torch.int32),
         tiles,
         128,

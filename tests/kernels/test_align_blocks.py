@@ -88,6 +88,13 @@ def assert_equal(aligned: AlignedSlots, expected: AlignedSlots) -> None:
         assert (table[len(written) :] == -1).all(), "past the last tile nothing is written"
     assert len(aligned.slots) == aligned.max_tiles * aligned.block_m
     assert len(aligned.tile_experts) == aligned.max_tiles
+    num_tall = int(expected.num_tall_tiles)
+    assert aligned.num_tall_tiles.tolist() == [num_tall]
+    tall, unwritten, others = aligned.tile_order.split(
+        [num_tall, aligned.max_tiles - num_tiles, num_tiles - num_tall]
+    )
+    assert torch.equal(torch.cat([tall, others]), expected.tile_order)
+    assert (unwritten == -1).all(), "between tall and other tiles nothing is written"
 
 
 def assert_equals_reference(
@@ -152,6 +159,8 @@ def test_docstring_example(device: torch.device, kernel: str) -> None:
     assert aligned.num_tiles.tolist() == [2]
     assert aligned.max_tiles == 3
     assert aligned.tile_experts[:2].tolist() == [0, 2]
+    assert aligned.num_tall_tiles.tolist() == [0]
+    assert aligned.tile_order.tolist() == [-1, 1, 0]
     assert aligned.slots[:32].tolist() == [0] + 15 * [4] + [1, 2] + 14 * [4]
     assert (aligned.slots[32:] == -1).all()
 
@@ -165,6 +174,27 @@ def test_rows_from_num_rows_on_are_left_out(
     aligned = assert_equals_reference(expert_input, 7, block_m=64)
     placed = aligned.slots[: 64 * int(aligned.num_tiles)]
     assert int((placed != 3000).sum()) == 2 * min(max(num_rows, 0), 1500)
+
+
+@pytest.mark.parametrize("block_m", [16, 32, 128])
+def test_tiles_of_more_than_half_come_from_the_front_and_others_from_the_back(
+    device: torch.device, kernel: str, block_m: int
+) -> None:
+    half = block_m // 2
+    counts = [1, half, half + 1, block_m, 0, block_m + half, block_m + half + 1, 2 * block_m + 1]
+    experts = torch.arange(8).repeat_interleave(torch.tensor(counts))
+    order = torch.randperm(len(experts), generator=torch.Generator().manual_seed(3))
+    ids = experts[order].to(device, torch.int32)[:, None]
+    aligned = assert_equals_reference(input_of(ids), 8, block_m)
+    # Tiles of (1), (half), (half + 1), (full), (full, half), (full, half + 1), (full, full, 1).
+    tall, others = [2, 3, 4, 6, 7, 8, 9], [0, 1, 5, 10]
+    assert aligned.num_tall_tiles.tolist() == [len(tall)]
+    assert aligned.tile_order[: len(tall)].tolist() == tall
+    assert aligned.tile_order[-len(others) :].flip(0).tolist() == others
+    rows = batched_input_of(counts, max(counts), device)
+    batched = assert_batched_equals_reference(rows, block_m)
+    assert batched.tile_order[: len(tall)].tolist() == tall
+    assert batched.tile_order[-len(others) :].flip(0).tolist() == others
 
 
 @pytest.mark.parametrize("max_programs", [1, 2, 3])
@@ -185,20 +215,21 @@ def test_all_slots_of_one_expert(device: torch.device, kernel: str) -> None:
     ids = torch.full((600, 4), 5, dtype=torch.int32, device=device)
     aligned = assert_equals_reference(input_of(ids), 9, block_m=32)
     assert aligned.slots[:2400].tolist() == list(range(2400))
-    assert aligned.num_tiles.tolist() == [75]
+    assert aligned.num_tiles.tolist() == aligned.num_tall_tiles.tolist() == [75]
 
 
 @pytest.mark.parametrize("num_experts", [0, 9])
 def test_no_valid_slot_gives_no_tile(device: torch.device, kernel: str, num_experts: int) -> None:
     ids = torch.tensor([[-1, 99], [2**31 - 1, -(2**31)]], dtype=torch.int32, device=device)
     aligned = assert_equals_reference(input_of(ids), num_experts, block_m=32)
-    assert aligned.num_tiles.tolist() == [0]
+    assert aligned.num_tiles.tolist() == aligned.num_tall_tiles.tolist() == [0]
 
 
 def test_no_slot_still_writes_num_tiles(device: torch.device, kernel: str) -> None:
     for shape in ((0, 4), (4, 0)):
         ids = torch.empty(shape, dtype=torch.int32, device=device)
-        assert align(input_of(ids, 0), 9, block_m=16).num_tiles.tolist() == [0]
+        aligned = align(input_of(ids, 0), 9, block_m=16)
+        assert aligned.num_tiles.tolist() == aligned.num_tall_tiles.tolist() == [0]
 
 
 def test_int64_and_strided_ids(device: torch.device, kernel: str) -> None:
@@ -278,11 +309,17 @@ def test_alignment_properties(
     assert num_tiles <= max_tiles(ids.numel(), num_experts, block_m) == aligned.max_tiles
     positions = aligned.slots[: num_tiles * block_m].tolist()
     assert [s for s in positions if s != ids.numel()] == sorted(valid, key=lambda s: (flat[s], s))
+    tall: list[int] = []
     for tile, expert in enumerate(aligned.tile_experts[:num_tiles].tolist()):
         inside = positions[tile * block_m : (tile + 1) * block_m]
         real = [s for s in inside if s != ids.numel()]
         assert real == inside[: len(real)]
         assert {flat[s] for s in real} == {expert}
+        tall += [tile] if len(real) > block_m // 2 else []
+    num_tall = int(aligned.num_tall_tiles)
+    assert aligned.tile_order[:num_tall].tolist() == tall
+    others = aligned.tile_order.flip(0)[: num_tiles - num_tall].tolist()
+    assert others == [tile for tile in range(num_tiles) if tile not in tall]
 
 
 @pytest.mark.parametrize("block_m", [16, 128])
@@ -307,7 +344,7 @@ def test_no_batched_row_gives_no_tile(device: torch.device, shape: tuple[int, in
     aligned = assert_batched_equals_reference(
         batched_input_of(num_experts * [0], capacity, device), 16
     )
-    assert aligned.num_tiles.tolist() == [0]
+    assert aligned.num_tiles.tolist() == aligned.num_tall_tiles.tolist() == [0]
 
 
 def test_a_bound_on_the_rows_bounds_the_tiles(device: torch.device) -> None:
@@ -322,6 +359,8 @@ def test_tiles_past_a_bound_that_is_too_low_are_never_written(device: torch.devi
     assert aligned.max_tiles == 4
     assert aligned.num_tiles.tolist() == [4]
     assert aligned.tile_experts.tolist() == [0, 0, 0, 1]
+    assert aligned.num_tall_tiles.tolist() == [3]
+    assert aligned.tile_order.tolist() == [0, 1, 3, 2]
     assert aligned.slots[48:].tolist() == list(range(64, 80))
 
 

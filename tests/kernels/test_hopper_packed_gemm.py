@@ -14,8 +14,12 @@ import torch
 from torch import Tensor
 
 from ep_runtime.kernels import hopper_packed_schedule
-from ep_runtime.kernels.align_blocks import AlignedSlots, align_slots_reference
-from ep_runtime.kernels.base import ActivationKind, BatchedExpertInput, StandardExpertInput
+from ep_runtime.kernels.align_blocks import AlignedSlots, align_slots, align_slots_reference
+from ep_runtime.kernels.base import (
+    ActivationKind,
+    BatchedExpertInput,
+    StandardExpertInput,
+)
 from ep_runtime.kernels.errors import ConfigError, PlanError
 from ep_runtime.kernels.grouped_gemm import (
     GemmRows,
@@ -23,6 +27,7 @@ from ep_runtime.kernels.grouped_gemm import (
     project_gate_up_reference,
 )
 from ep_runtime.kernels.hopper_packed_gemm import (
+    PARTS_DTYPE,
     HopperPackedSchedule,
     project_down_hopper_packed,
     project_gate_up_hopper_packed,
@@ -35,15 +40,18 @@ from ep_runtime.kernels.hopper_packed_schedule import (
     takes_hopper_packed,
 )
 from ep_runtime.kernels.packed_schedule import PackedExpertsTiles
+from ep_runtime.kernels.quant.packed_weights import packed_layout
 from ep_runtime.kernels.quant.scheme import QuantScheme, WeightScheme
 from ep_runtime.kernels.reference_experts import ReferenceExperts
+from ep_runtime.kernels.sum_slots import sum_slots
 from ep_runtime.kernels.triton_batched_experts import TritonBatchedExperts
 from ep_runtime.kernels.triton_experts import TritonExperts
 from ep_runtime.kernels.workspace import Workspace
 from ep_runtime.launch.tune_command import refuse_what_has_no_tiles
 from tests.kernels.cases import ExpertsCase, poisoned_workspace
 from tests.kernels.packed_cases import MXFP4, NVFP4, PackedCase, int4, int8
-from tests.tolerances import assert_close
+from tests.kernels.packed_parts import expected_parts
+from tests.tolerances import TOLERANCES, assert_close, relative_error
 
 ROOT = Path(__file__).parents[2]
 MAX_SHARED_BYTES = 227 * 1024
@@ -70,7 +78,8 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> torch.device:
         (LAYER, MXFP4, True),
         (replace(LAYER, dtype=torch.float16), MXFP4, False),
         (LAYER, int8(), False),
-        (LAYER, NVFP4, False),
+        (LAYER, NVFP4, True),
+        (replace(LAYER, dtype=torch.float16), NVFP4, False),
         (LAYER, QuantScheme(), False),
         (LAYER, QuantScheme(WeightScheme.INT4, 128, has_input_order=True), False),
         (replace(LAYER, dtype=torch.float32), int4(), False),
@@ -128,6 +137,25 @@ def test_layers_with_fewer_items_than_multiprocessors_cut_them_finer(rows: int) 
     assert hopper_packed_tiles(100, shape, 1) == hopper_packed_tiles(100, shape, 8)
 
 
+@pytest.mark.parametrize("scheme", [int4(), int4(32, has_zero_points=True), MXFP4, NVFP4], ids=str)
+@pytest.mark.parametrize("num_experts", [2, 8, 64])
+def test_the_stages_of_every_call_fit_a_multiprocessor(
+    scheme: QuantScheme, num_experts: int
+) -> None:
+    """Of which each program takes 1 KiB for the device, and at most 512 bytes for barriers."""
+    case = ExpertsCase("qwen3", 1, 64, 4096, 1536, 8, dtype=torch.bfloat16)
+    shape = PackedCase("qwen3", case, scheme).shape
+    group_size = packed_layout(scheme).group_size or case.hidden_size
+    for rows in ROWS_OF.values():
+        tiles = hopper_packed_tiles(rows, shape, num_experts)
+        for one in (tiles.gate_up, tiles.down):
+            columns, blocks = 64 * one.num_chunks, one.num_consumers * one.num_slabs // 2
+            groups = max(1, columns // group_size) * (2 if scheme.has_zero_points else 1)
+            stage = 2 * columns * tiles.block_m + blocks * (64 * columns + 256 * groups)
+            of_program = one.num_stages * stage + 512 + 1024
+            assert one.programs_per_sm * of_program <= 228 * 1024, (tiles.block_m, one)
+
+
 def launched(**changes: Any) -> None:
     """A first projection on meta tensors, with something changed; refused before it is launched."""
     case = PackedCase("refused", LAYER, int4())
@@ -148,6 +176,7 @@ def launched(**changes: Any) -> None:
         schedule=HopperPackedSchedule(
             cuts_tiles=changes.get("cuts_tiles", False),
             scales_sums=changes.get("scales_sums", False),
+            split_k=changes.get("split_k", 1),
         ),
     )
 
@@ -161,10 +190,23 @@ def launched(**changes: Any) -> None:
         ({"block_m": 8}, r"tiles of \(16, 32, 64, 128\) rows, not 8"),
         ({"block_m": 16, "cuts_tiles": True}, "no half of tiles of 16 rows"),
         ({"block_m": 128, "scales_sums": True}, "up to 64 rows, not 128"),
-        ({"group_size": 96}, r"group_size \(96\) must be a power of two from 32 on"),
+        ({"group_size": 96}, r"group_size \(96\) must be a power of two from 16 on"),
+        ({"group_size": 16, "scales_sums": True}, "scales_sums takes no groups of 16 columns"),
         ({"width": 192}, "words of an expert"),
+        ({"split_k": 2}, r"split_k \(2\) is for the second projection"),
     ],
-    ids=["dtype", "alignment", "columns", "height", "half", "sums", "group", "width"],
+    ids=[
+        "dtype",
+        "alignment",
+        "columns",
+        "height",
+        "half",
+        "sums",
+        "group",
+        "short",
+        "width",
+        "parts",
+    ],
 )
 def test_operands_that_it_cannot_read_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
@@ -186,6 +228,8 @@ def test_schedules_that_no_kernel_has_are_refused() -> None:
         HopperPackedSchedule(num_consumers=4, lead_blocks=1)
     with pytest.raises(PlanError, match="cannot be combined"):
         HopperPackedSchedule(scales_sums=True, cuts_tiles=True)
+    with pytest.raises(PlanError, match=r"split_k \(0\) must be at least 1"):
+        HopperPackedSchedule(split_k=0)
 
 
 def test_it_compiles_for_sm_90_into_what_it_was_written_for() -> None:
@@ -235,6 +279,9 @@ ON_CUDA = [
     PackedCase("groups of 32, zeros", LONG, int4(32, has_zero_points=True)),
     PackedCase("mxfp4", replace(OAI, hidden_size=352, intermediate_size=224), MXFP4),
     PackedCase("mxfp4, long", LONG, MXFP4),
+    PackedCase("nvfp4", replace(OAI, hidden_size=336, intermediate_size=208), NVFP4),
+    PackedCase("nvfp4, relu2", replace(RELU2, hidden_size=304, intermediate_size=240), NVFP4),
+    PackedCase("nvfp4, long", LONG, NVFP4),
     PackedCase("last tiles of every height", replace(LONG, num_rows=570, num_experts=33), int4()),
     PackedCase("few rows, many experts", replace(LONG, num_rows=9, num_experts=70), int4()),
 ]
@@ -266,7 +313,7 @@ ROWS_OF = {16: 1.0, 32: 20.0, 64: 40.0, 128: 500.0}
 IN_ALL_WAYS = [
     packed
     for packed in ON_CUDA
-    if packed.name in {"zeros", "mxfp4, long", "last tiles of every height"}
+    if packed.name in {"zeros", "mxfp4, long", "nvfp4, long", "last tiles of every height"}
 ]
 
 
@@ -304,7 +351,7 @@ def test_projections_equal_their_definitions(packed: PackedCase, height: int) ->
     w13, w2 = hopper_words(pack_hopper_weights(stored, packed.shape), packed.shape)
     rule = hopper_packed_tiles(ROWS_OF[height], packed.shape, case.num_experts)
     assert rule.block_m == height
-    is_short = packed.scheme.weight is WeightScheme.MXFP4 or packed.scheme.group_size == 32
+    is_short = (packed_layout(packed.scheme).group_size or 64) < 64
     is_in_all_ways = packed in IN_ALL_WAYS
     more = [one for one in SCHEDULES[height] if not (is_short and one.scales_sums)]
     more = more if is_in_all_ways else []
@@ -358,6 +405,177 @@ def test_projections_equal_their_definitions(packed: PackedCase, height: int) ->
                 )
             assert_only_these_and_close(outs[0], expected)
             assert torch.equal(outs[0].nan_to_num(), outs[1].nan_to_num())
+
+
+CUT = {
+    32: HopperPackedSchedule(2, 4, 4, 1, 1, False, True, num_slabs=1),
+    64: HopperPackedSchedule(2, 2, 6, 1, cuts_tiles=True, lead_blocks=2),
+    128: HopperPackedSchedule(2, 2, 4, 8, cuts_tiles=True),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("height", CUT)
+@pytest.mark.parametrize(
+    "halves",
+    [(2, 4, 2, 0, 2), (1, 0, 1, 1, 1), (3, 1, 0, 2, 5), (0, 0, 0, 0, 0)],
+    ids=["all tall", "none tall", "both", "no tiles"],
+)
+def test_cut_tiles_in_the_order_of_the_alignment(halves: tuple[int, ...], height: int) -> None:
+    """Experts of so many halves of a tile; poison between the order's ends, NaN in the output."""
+    device, experts = torch.device("cuda"), torch.arange(5)
+    ids = experts.repeat_interleave(torch.tensor(halves) * (height // 2))
+    packed = replace(INT4, case=replace(LAYER, num_rows=len(ids) + 1))
+    case = packed.case
+    expert_input = case.expert_input(device)
+    expert_input.topk_ids.fill_(-1)
+    expert_input.topk_ids[:-1, 0] = ids[torch.randperm(len(ids))].to(device)
+    workspace = poisoned_workspace(device, 1 << 20)
+    aligned = align_slots(expert_input, num_local_experts=5, block_m=height, workspace=workspace)
+    num_tall = sum(half // 2 for half in halves)
+    assert aligned.num_tall_tiles.tolist() == [num_tall]
+    stored = packed.weights(device)
+    plain = packed.dequantized(stored)
+    w13, w2 = hopper_words(pack_hopper_weights(stored, packed.shape), packed.shape)
+    rows, activation = expert_input.hidden_states, case.shape.activation
+    expected = poisoned(len(aligned.slots), case.intermediate_size, torch.float32)
+    project_gate_up_reference(
+        GemmRows(rows), plain, aligned, top_k=case.top_k, activation=activation, out=expected
+    )
+    activated = poisoned(len(aligned.slots), case.intermediate_size, case.dtype)
+    project_gate_up_hopper_packed(
+        rows,
+        w13,
+        aligned,
+        activation=activation,
+        out=activated,
+        top_k=case.top_k,
+        schedule=CUT[height],
+    )
+    assert_only_these_and_close(activated, expected)
+    expected = poisoned(aligned.num_slots, case.hidden_size, torch.float32)
+    project_down_reference(GemmRows(activated), plain, aligned, slot_weights=None, out=expected)
+    out = poisoned(aligned.num_slots, case.hidden_size, case.dtype)
+    project_down_hopper_packed(
+        activated, w2, aligned, out=out, topk_weights=None, schedule=CUT[height]
+    )
+    assert_only_these_and_close(out, expected)
+
+
+# Of the second projection, of which K is 1.6 to 5 stages of 128 columns in the cases below, so that
+# the last parts have tails, or nothing at all.
+IN_PARTS = [
+    (16, HopperPackedSchedule(2, 2, 14, 1, 1, True, num_slabs=1, split_k=2)),
+    (16, HopperPackedSchedule(2, 2, 14, 1, 1, True, num_slabs=1, split_k=4)),
+    (16, HopperPackedSchedule(4, 2, 8, 1, 1, True, num_slabs=1, split_k=3)),
+    (16, HopperPackedSchedule(2, 2, 4, 1, 2, True, split_k=4)),
+    (32, HopperPackedSchedule(2, 2, 11, 1, num_slabs=1, split_k=3)),
+    (64, HopperPackedSchedule(2, 2, 6, 1, cuts_tiles=True, lead_blocks=2, split_k=2)),
+]
+SPLIT = [
+    packed
+    for packed in ON_CUDA
+    if packed.name
+    in {
+        "relu2 with bias",
+        "swigluoai, a zero a row",
+        "groups of 32, zeros",
+        "mxfp4",
+        "nvfp4",
+        "nvfp4, long",
+    }
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("height", "schedule"), IN_PARTS, ids=[f"{h} in {s.split_k}" for h, s in IN_PARTS]
+)
+@pytest.mark.parametrize("packed", SPLIT, ids=str)
+def test_parts_of_k_equal_their_definitions_and_add_up(
+    packed: PackedCase, height: int, schedule: HopperPackedSchedule
+) -> None:
+    """Into NaN, with the slots' weights and without; and the same bits when it is done again."""
+    device, case = torch.device("cuda"), packed.case
+    if (packed_layout(packed.scheme).group_size or 64) < 64:
+        schedule = replace(schedule, scales_sums=False)
+    expert_input = case.expert_input(device)
+    aligned = aligned_of(expert_input, packed, height)
+    stored = packed.weights(device)
+    plain = packed.dequantized(stored)
+    _, w2 = hopper_words(pack_hopper_weights(stored, packed.shape), packed.shape)
+    is_slot = aligned.slots < aligned.num_slots
+    activated = poisoned(len(aligned.slots), case.intermediate_size, case.dtype)
+    generator = torch.Generator().manual_seed(9)
+    values = torch.randn(int(is_slot.sum()), case.intermediate_size, generator=generator)
+    activated[is_slot] = values.to(device, case.dtype)
+    split_k, limit = schedule.split_k, TOLERANCES[case.dtype]
+    for weights in (None, expert_input.topk_weights.flatten()):
+        expected = expected_parts(plain, activated, aligned, weights, schedule)
+        outs = [poisoned(len(expected), case.hidden_size, PARTS_DTYPE) for _ in range(2)]
+        for out in outs:
+            project_down_hopper_packed(
+                activated,
+                w2,
+                aligned,
+                out=out,
+                topk_weights=weights,
+                bias=stored.w2_bias,
+                schedule=schedule,
+            )
+        assert torch.equal(outs[0].isnan(), expected.isnan()), (
+            "wrote a place of no slot, or not all"
+        )
+        assert torch.equal(outs[0].nan_to_num(), outs[1].nan_to_num())
+        for part in range(split_k):
+            found, right = (x[part::split_k].nan_to_num() for x in (outs[0], expected))
+            assert relative_error(found, right) <= limit, part
+    # The last have the slots' weights.
+    sums = [poisoned(case.num_rows, case.hidden_size, case.dtype) for _ in range(2)]
+    whole = poisoned(aligned.num_slots, case.hidden_size, torch.float32)
+    project_down_reference(GemmRows(activated), plain, aligned, slot_weights=weights, out=whole)
+    for rows, out, num_parts in ((outs[0], sums[0], split_k), (whole, sums[1], 1)):
+        sum_slots(
+            rows, expert_input, num_local_experts=case.num_experts, out=out, num_parts=num_parts
+        )
+    assert_close(sums[0], sums[1])
+
+
+LONG_K = ExpertsCase("long K", 5, 3, 512, 7392, 2, dtype=torch.bfloat16)
+BIASED_K = replace(LONG_K, has_bias=True, kind=ActivationKind.SWIGLUOAI, limit=1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "packed",
+    [
+        PackedCase("int4", LONG_K, int4()),
+        PackedCase("mxfp4", BIASED_K, MXFP4),
+        PackedCase("nvfp4", BIASED_K, NVFP4),
+    ],
+    ids=str,
+)
+def test_calls_that_the_rule_splits_equal_the_reference(packed: PackedCase) -> None:
+    """In a poisoned workspace of the promised size, again in a graph: the same bits."""
+    device, case = torch.device("cuda"), packed.case
+    tiles = choose_tiles_of_packed(case.num_rows, None, packed.shape, device)
+    assert isinstance(tiles, HopperPackedExpertsTiles)
+    assert tiles.down.split_k == 4
+    kernel, expert_input = TritonExperts(packed.shape), case.expert_input(device)
+    expert_input.topk_ids[0] = -1
+    expert_input.hidden_states[0] = torch.nan
+    prepared = kernel.prepare_weights(packed.weights(device))
+    workspace = poisoned_workspace(device, kernel.workspace_bytes(case.num_rows))
+    output = kernel.run(expert_input, prepared, workspace)
+    assert not workspace.overflowed
+    assert (output[0] == 0).all()
+    assert_close(output, reference(packed, expert_input))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = kernel.run(expert_input, prepared, workspace)
+    workspace._block.fill_(255)
+    graph.replay()
+    assert torch.equal(captured, output)
 
 
 def reference(packed: PackedCase, expert_input: Any) -> Tensor:

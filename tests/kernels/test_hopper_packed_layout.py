@@ -3,12 +3,13 @@
 `fragment_of` here is kernels/hopper_packed_values.py in plain torch, with its arithmetic.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from ep_runtime.kernels.base import ActivationKind
 from ep_runtime.kernels.errors import CheckpointError
 from ep_runtime.kernels.hopper_packed_layout import (
     HopperWords,
@@ -22,7 +23,7 @@ from ep_runtime.kernels.hopper_packed_layout import (
 )
 from ep_runtime.kernels.quant.packing import pack_pairs
 from tests.kernels.cases import ExpertsCase
-from tests.kernels.packed_cases import MXFP4, PackedCase, int4
+from tests.kernels.packed_cases import MXFP4, NVFP4, PackedCase, int4
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 SIZES = [(128, 64), (256, 384), (208, 192), (96, 40)]
@@ -76,7 +77,7 @@ def draw(
 def fragment_of(words: Tensor, scales: Tensor, centres: Tensor | None, stored: str) -> Tensor:
     """Of a slab's words [32, 32] int16: [64, 64].
 
-    scales, centres: [groups, 32, h] of the slab's one or two groups of columns, row 8 w + g of h.
+    scales, centres: [groups, 32, h] of the slab's 1, 2 or 4 groups of columns, row 8 w + g of h.
     """
     dtype = scales.dtype
     offset = 128 if dtype is torch.bfloat16 else 1024
@@ -113,11 +114,11 @@ def blocks_of(packed: HopperWords) -> list[Tensor]:
     for words, factors in zip(packed.words[0], packed.factors[0], strict=True):
         slabs = words.contiguous().view(torch.int16).reshape(-1, 2, 32, 32)  # chunks, slabs
         # TMA brings 0 for groups past the last one.
-        factors = torch.cat([factors, torch.zeros_like(factors[:1])])
+        factors = torch.cat([factors, torch.zeros_like(factors[:3])])
         parts: list[list[Tensor]] = [[], []]
         for chunk, pair in enumerate(slabs):
             first = 64 * chunk // size
-            groups = factors[first : first + (2 if size == 32 else 1)]
+            groups = factors[first : first + max(1, 64 // size)]
             numbers = groups.reshape(len(groups), -1, 32, 2, 2)  # ., part, 8 w + g, slab, h
             for i, slab in enumerate(pair):
                 centres = numbers[:, 1, :, i] if packed.has_centres else None
@@ -156,6 +157,7 @@ def test_packed_codes_and_scales_come_back(num_rows: int, num_columns: int, is_g
         (256, True, torch.float16),
         (None, False, torch.float16),
         (32, True, torch.bfloat16),
+        (16, True, torch.float16),
     ],
 )
 def test_registers_hold_the_weights_of_the_rows_that_the_results_are_stored_to(
@@ -182,6 +184,50 @@ def test_registers_hold_mxfp4_weights(is_gated: bool) -> None:
     )
     weights = E2M1[stored.codes.int()] * scales.float().repeat_interleave(32, 1)
     assert_held((weights * 2.0**-64).bfloat16(), packed)
+
+
+@pytest.mark.parametrize("is_gated", [True, False])
+def test_registers_hold_nvfp4_weights_without_their_global_scales(is_gated: bool) -> None:
+    """K ends in every quarter of a chunk; all of e4m3's scales, weights times 2^-64, exactly."""
+    for num_columns in (64, 80, 160, 240):
+        stored = draw(208, num_columns, 16)
+        groups = num_columns // 16
+        codes = torch.arange(208 * groups).remainder(127).to(torch.uint8).reshape(208, groups)
+        scales = codes.view(torch.float8_e4m3fn)
+        packed = pack_hopper_words(
+            pack_pairs(stored.codes)[None],
+            scales.bfloat16()[None],
+            16,
+            is_gated=is_gated,
+            stored="e2m1",
+        )
+        weights = E2M1[stored.codes.int()] * scales.float().repeat_interleave(16, 1)
+        scaled = (weights * 2.0**-64).bfloat16()
+        assert torch.equal(scaled.float(), weights * 2.0**-64)
+        assert_held(scaled, packed)
+
+
+@pytest.mark.parametrize("kind", [ActivationKind.SILU, ActivationKind.RELU2])
+def test_an_nvfp4_layer_keeps_its_global_scales_beside_the_words(kind: ActivationKind) -> None:
+    """Of the layer as it is stored: registers times the global scales of gate and up, or of all."""
+    case = ExpertsCase("nvfp4", 4, 3, 96, 48, 2, dtype=torch.bfloat16, kind=kind)
+    packed = PackedCase("nvfp4", case, NVFP4)
+    stored = packed.weights(torch.device("cpu"))
+    plain = packed.dequantized(stored)
+    words = hopper_words(pack_hopper_weights(stored, packed.shape), packed.shape)
+    for one, expected in zip(words, (plain.w13, plain.w2), strict=True):
+        assert (one.group_size, one.stored) == (16, "e2m1")
+        assert one.global_scales is not None
+        assert one.global_scales.shape == (3, 2 if one.is_gated else 1)
+        for expert in range(3):
+            factors = one.global_scales[expert].repeat_interleave(
+                expected.shape[1] // one.global_scales.shape[1]
+            )
+            held = expected[expert] / factors[:, None] * 2.0**-64
+            of_expert = replace(
+                one, words=one.words[expert, None], factors=one.factors[expert, None]
+            )
+            assert_held(held.bfloat16(), of_expert)
 
 
 def test_exponent_scales_are_powers_of_two_from_the_smallest_on() -> None:

@@ -20,8 +20,10 @@ CASES = [
 
 def test_the_example_of_the_docstring(device: torch.device) -> None:
     slots = torch.tensor([0, 4, *[5] * 14, 1, 2, *[5] * 14], dtype=torch.int32, device=device)
-    experts, num_tiles = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 2], [2]))
-    aligned = AlignedSlots(slots, experts, num_tiles, 2, 16, 5)
+    experts, order, num_tiles, num_tall_tiles = (
+        torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 2], [1, 0], [2], [0])
+    )
+    aligned = AlignedSlots(slots, experts, order, num_tiles, num_tall_tiles, 2, 16, 5)
     position_experts, slot_positions = (
         torch.full((size,), -9, dtype=torch.int32, device=device) for size in (32, 5)
     )

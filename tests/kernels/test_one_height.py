@@ -27,12 +27,13 @@ from ep_runtime.kernels.tiles import BLOCK_M_HEIGHTS, ExpertsTiles, GemmTiles, c
 from ep_runtime.kernels.triton_experts import TritonExperts
 from ep_runtime.kernels.workspace import Workspace
 from tests.kernels.cases import ExpertsCase, poisoned_workspace
-from tests.kernels.packed_cases import MXFP4, PackedCase, int4
+from tests.kernels.packed_cases import MXFP4, NVFP4, PackedCase, int4
 from tests.tolerances import assert_close
 
 AnyTiles = ExpertsTiles | PackedExpertsTiles | HopperPackedExpertsTiles
 LAYER = ExpertsCase("layer", 24, 3, 128, 64, 2, dtype=torch.bfloat16)
 INT4, IN_MXFP4 = PackedCase("int4", LAYER, int4(64)), PackedCase("mxfp4", LAYER, MXFP4)
+IN_NVFP4 = PackedCase("nvfp4", LAYER, NVFP4)
 
 
 def tiles_of(packed: PackedCase | None, height: int, device: torch.device) -> AnyTiles:
@@ -74,7 +75,7 @@ def of_any_height(one: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("packed", [INT4, IN_MXFP4, None], ids=["int4", "mxfp4", "bf16"])
+@pytest.mark.parametrize("packed", [INT4, IN_MXFP4, IN_NVFP4, None], ids=str)
 def test_tiles_of_two_heights_over_one_alignment_are_right(
     packed: PackedCase | None, device: torch.device
 ) -> None:

@@ -17,13 +17,14 @@ from ep_runtime.kernels.tuning_text import describe_tuning, tile_table_fault
 NAME = "NVIDIA H200"
 INT4 = QuantScheme(WeightScheme.INT4, 128)
 MXFP4 = QuantScheme(WeightScheme.MXFP4)
+NVFP4 = QuantScheme(WeightScheme.NVFP4)
 # Sizes that no shipped table has.
 SHAPE = ExpertsShape(3, 192, 320, 2, Activation(), torch.bfloat16, scheme=INT4)
 HOPPER = "the packed Hopper GEMM, by its own rule; tile tables have no effect"
 NO_TABLE = "the rule: no table of NVIDIA H200 with Triton"
 
 
-@pytest.mark.parametrize("scheme", [INT4, MXFP4], ids=lambda scheme: scheme.weight)
+@pytest.mark.parametrize("scheme", [INT4, MXFP4, NVFP4], ids=lambda scheme: scheme.weight)
 @pytest.mark.parametrize("kernel", [TritonExperts, TritonBatchedExperts])
 def test_a_layer_of_the_packed_hopper_gemm_is_said_to_have_no_tables(
     kernel: type[TritonExperts] | type[TritonBatchedExperts], scheme: QuantScheme
@@ -43,7 +44,7 @@ def test_a_layer_of_the_packed_hopper_gemm_is_said_to_have_no_tables(
     ("other", "said"),
     [
         (replace(SHAPE, scheme=QuantScheme(WeightScheme.INT8, 64)), "the packed Triton GEMM, the"),
-        (replace(SHAPE, scheme=QuantScheme(WeightScheme.NVFP4)), "the packed Triton GEMM, the rul"),
+        (replace(SHAPE, dtype=torch.float16, scheme=NVFP4), "the packed Triton GEMM, the rule: no"),
         (replace(SHAPE, dtype=torch.float16, scheme=MXFP4), "the packed Triton GEMM, the rule: no"),
         (replace(SHAPE, intermediate_size=324), "the packed Triton GEMM, the rule: no table of"),
         (replace(SHAPE, scheme=QuantScheme()), NO_TABLE),
