@@ -18,7 +18,7 @@ of 16 bytes a thread and stage (cp.async), into the places where TMA's swizzle w
 none of which it waits for. W comes as before. Registers: 40 for these warps, 232 for consumers.
 
 The numbers are of 16-bit operands (kernels/hopper_kernel_half.py); of e4m3 a block has 128 columns
-of K, the same bytes, and consumers release a block before they begin the next one
+of K, the same bytes, and consumers wait for block g + 1 before they are done with block g
 (kernels/hopper_kernel_fp8.py). Parts common to both: kernels/hopper_producer.py and
 hopper_tiles.py.
 
@@ -61,7 +61,9 @@ alone, so writes never cross proxies. TMA writes by the async proxy: not gathere
 
 Waiting for phase -1 passes at once (parity 1 of a fresh barrier). A consumer releases block g when
 g + 1 is issued and g is done, so that at most one is outstanding, and a tile's last block before
-its epilogue. Nothing waits in a circle: the producer waits for the consumers S blocks behind it;
+its epilogue. On e4m3 its wait for block g + 1 comes before the release of g, which the producer
+does not need for block g + 1: S is 2 or more. Nothing waits in a circle: the producer waits for the
+consumers S blocks behind it;
 consumer 1 for consumer 0, which needs L + 1 <= S stages for that; consumer 0 only for the producer.
 No parity is mistaken for the next but one: for full and empty because the ring holds S blocks; for
 turn because consumer 0 finishes block (r + 1) n + L - 1, which is of its tile r + 1, only after

@@ -3,7 +3,11 @@
 A stage is 128 columns of K, so one group of X's scales and one block of W's. The matrix units sum a
 block for 128 of the 256 rows of W at a time, 64 x 128 a consumer; that sum is then added, times the
 row's and the block's scale, to a float32 result in registers: 2 x 64 registers of results and 64 of
-sums. While a consumer scales, the other one has the matrix units. Scales are loaded a block ahead.
+sums. While a consumer adds, the other one has the matrix units, but they share them fairly and so
+tend to add at the same time. So a consumer's products follow each other with nothing but additions
+between them: waits, releases and scales, loaded a block ahead, lie in the shadow of a product. A
+round of the loop ends with the first product of the next block, so that where its operands are is
+worked out among the additions, not after the branch.
 """
 
 # Triton kernels carry no Python types.
@@ -27,6 +31,17 @@ from ep_runtime.kernels.hopper_tiles import (
     next_stage,
     store_layout,
 )
+
+
+@gluon.jit
+def stage_before(stage, STAGES: gl.constexpr):
+    """The stage before this one in the ring.
+
+    Computed, not kept in a name of its own: Triton carries a name through a loop only if a trial
+    pass over the body changes its value, and one that is given the carried `stage` before the loop
+    and in it, before `stage` moves on, has the same value there both times.
+    """
+    return gl.where(stage == 0, STAGES - 1, stage - 1)
 
 
 @gluon.jit
@@ -120,6 +135,7 @@ def _consume_scaled_stages(
     if slots_ptr is not None:
         slots_mask = (rows >= 0) & is_pair
         slots = gl.load(slots_ptr + tile * (2 * ROWS) + rows, mask=slots_mask, other=num_slots)
+    mbarrier.wait(full.index(stage), phase, pred=is_pair)
     while index < num_pairs:
         next_index = index + gl.num_programs(0)
         has_next = next_index < num_pairs
@@ -136,43 +152,78 @@ def _consume_scaled_stages(
             mbarrier.wait(turn, parity, pred=takes_turns)
         first = zeros
         second = zeros
-        for k_block in range(num_k_blocks):
-            mbarrier.wait(full.index(stage), phase)
-            x = x_halves.index(2 * stage + CONSUMER)
-            w = w_halves.index(2 * stage).permute([1, 0])
-            product = warpgroup_mma(x, w, product, use_acc=never, is_async=True)
-
-            # The next stage's scales: of this pair, or the first of the next one.
-            is_last = k_block == num_k_blocks - 1
-            scales_at = gl.where(is_last, next_tile, tile) * (2 * ROWS) + mma_rows
-            next_x_scales, next_first_scale, next_second_scale = _load_scales(
+        x = x_halves.index(2 * stage + CONSUMER)
+        w = w_halves.index(2 * stage).permute([1, 0])
+        product = warpgroup_mma(x, w, product, use_acc=never, is_async=True)
+        for k_block in range(num_k_blocks - 1):
+            # While a product runs: whatever else there is to do, so that nothing but additions lies
+            # between two. The next stage's scales are loaded, and the stage before goes back.
+            first_factors = x_scales * first_scale
+            second_factors = x_scales * second_scale
+            x_scales, first_scale, second_scale = _load_scales(
                 x_scales_ptr,
                 w_scales_ptr,
-                scales_at,
-                gl.where(is_last, next_expert, expert),
-                gl.where(is_last, next_block, block),
-                gl.where(is_last, 0, k_block + 1),
-                has_next | (k_block + 1 < num_k_blocks),
+                tile * (2 * ROWS) + mma_rows,
+                expert,
+                block,
+                k_block + 1,
+                True,
                 num_k_blocks,
                 num_columns,
                 NUM_HALVES,
             )
-
+            mbarrier.arrive(empty.index(stage_before(stage, STAGES)), pred=k_block > 0)
+            if LEAD > 0 and CONSUMER == 0:
+                mbarrier.arrive(turn, pred=takes_turns & (k_block == LEAD))
+            # Else the compiler puts one between the products, where nothing hides it.
+            gl.thread_barrier()
             product = warpgroup_mma_wait(0, deps=[product])
-            first += product * gl.expand_dims(x_scales * first_scale, 1)
+            first += product * gl.expand_dims(first_factors, 1)
             first = warpgroup_mma_wait(0, deps=[first])
+            x = x_halves.index(2 * stage + CONSUMER)
             w = w_halves.index(2 * stage + 1).permute([1, 0])
             product = warpgroup_mma(x, w, product, use_acc=never, is_async=True)
-            product = warpgroup_mma_wait(0, deps=[product])
-            mbarrier.arrive(empty.index(stage))
-            if LEAD > 0 and CONSUMER == 0:
-                mbarrier.arrive(turn, pred=takes_turns & (k_block == LEAD - 1))
-            second += product * gl.expand_dims(x_scales * second_scale, 1)
-            second = warpgroup_mma_wait(0, deps=[second])
             stage, phase = next_stage(stage, phase, STAGES)
-            x_scales = next_x_scales
-            first_scale = next_first_scale
-            second_scale = next_second_scale
+            mbarrier.wait(full.index(stage), phase)
+            product = warpgroup_mma_wait(0, deps=[product])
+            second += product * gl.expand_dims(second_factors, 1)
+            second = warpgroup_mma_wait(0, deps=[second])
+            x = x_halves.index(2 * stage + CONSUMER)
+            w = w_halves.index(2 * stage).permute([1, 0])
+            product = warpgroup_mma(x, w, product, use_acc=never, is_async=True)
+
+        # The last stage of this pair; scales and stage are waited for of the next pair's first.
+        first_factors = x_scales * first_scale
+        second_factors = x_scales * second_scale
+        x_scales, first_scale, second_scale = _load_scales(
+            x_scales_ptr,
+            w_scales_ptr,
+            next_tile * (2 * ROWS) + mma_rows,
+            next_expert,
+            next_block,
+            0,
+            has_next,
+            num_k_blocks,
+            num_columns,
+            NUM_HALVES,
+        )
+        mbarrier.arrive(empty.index(stage_before(stage, STAGES)), pred=num_k_blocks > 1)
+        if LEAD > 0 and CONSUMER == 0:
+            mbarrier.arrive(turn, pred=takes_turns & (num_k_blocks - 1 == LEAD))
+        gl.thread_barrier()
+        product = warpgroup_mma_wait(0, deps=[product])
+        first += product * gl.expand_dims(first_factors, 1)
+        first = warpgroup_mma_wait(0, deps=[first])
+        x = x_halves.index(2 * stage + CONSUMER)
+        w = w_halves.index(2 * stage + 1).permute([1, 0])
+        product = warpgroup_mma(x, w, product, use_acc=never, is_async=True)
+        stage, phase = next_stage(stage, phase, STAGES)
+        mbarrier.wait(full.index(stage), phase, pred=has_next)
+        product = warpgroup_mma_wait(0, deps=[product])
+        second += product * gl.expand_dims(second_factors, 1)
+        second = warpgroup_mma_wait(0, deps=[second])
+        mbarrier.arrive(empty.index(stage_before(stage, STAGES)))
+        gl.thread_barrier()
 
         if slots_ptr is not None:
             out_rows = slots.to(gl.int64)

@@ -15,7 +15,7 @@ from ep_runtime.kernels.quant.scheme import WeightScheme
 BLOCK_M_HEIGHTS = (16, 32, 64, 128)
 HOPPER_BLOCK_M = 128
 # Rows an expert from which the Hopper GEMMs win on an H200, the permuting pass counted.
-HOPPER_MIN_ROWS, HOPPER_MIN_ROWS_FP8 = 100, 60
+HOPPER_MIN_ROWS, HOPPER_MIN_ROWS_FP8 = 100, 51
 # TMA reads rows whose starts are this many bytes apart, or a multiple of it.
 TMA_ALIGNMENT = 16
 
@@ -177,6 +177,8 @@ _FP8_TILES = {
         128,
         gate_up=GemmTiles(128, 128, 8, num_stages=3, group_tiles=8, programs_per_sm=1),
         down=GemmTiles(128, 128, 8, num_stages=4, group_tiles=8, programs_per_sm=1, flatten=True),
+        # 4 to 9 % less at 4096 tokens of four shapes; the first projection takes 3 to 12 % more so.
+        down_schedule=HopperSchedule(lead_blocks=0),
     ),
 }
 

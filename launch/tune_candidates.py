@@ -43,7 +43,7 @@ PROJECTIONS: tuple[Projection, ...] = ("gate_up", "down")
 # Stages of all programs of a multiprocessor: fewer loads in flight do not cover memory's latency.
 MIN_IN_FLIGHT = 110 * 1024
 # Rows an expert from which the Hopper GEMMs are tried, and from which they alone are where they can
-# run; the rule takes them from 60 or 100 on.
+# run; the rule takes them from 51 or 100 on.
 HOPPER_TRIED_FROM, HOPPER_ALONE_FROM = 48, 200
 # A height is tried if it is within this factor of the one that an expert's rows ask for.
 HEIGHT_REACH = 2.0

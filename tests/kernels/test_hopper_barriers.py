@@ -23,7 +23,11 @@ class BrokenError(Exception):
 
 @dataclass(frozen=True)
 class Ring:
-    """num_blocks: of K a tile. full_count: arrivals a phase of `full`, None for what is right."""
+    """num_blocks: of K a tile. full_count: arrivals a phase of `full`, None for what is right.
+
+    waits_ahead: as the consumers of kernels/hopper_kernel_fp8.py do, for a block before they have
+    done with the one before it; else as those of kernels/hopper_kernel_half.py.
+    """
 
     num_stages: int
     num_tiles: int
@@ -33,6 +37,7 @@ class Ring:
     full_count: int | None = None
     empty_count: int = 2
     releases_early: bool = False
+    waits_ahead: bool = False
 
     @property
     def total(self) -> int:
@@ -60,7 +65,8 @@ class State:
     turns_taken: tiles for which consumer 1 has passed `turn`. expected, tma_begun, begun: blocks
     that the expecting thread has expected, asked TMA for, and that each thread has begun to copy.
     in_flight: (thread, block) not landed, thread -1 for TMA. announced: of each copying thread, the
-    blocks for which its arrival was made. issued, released: of each consumer.
+    blocks for which its arrival was made. issued, released: of each consumer; waited: that each has
+    seen landed, where it waits ahead.
     """
 
     full_phase: tuple[int, ...]
@@ -77,6 +83,7 @@ class State:
     announced: tuple[int, ...] = ()
     issued: tuple[int, int] = (0, 0)
     released: tuple[int, int] = (0, 0)
+    waited: tuple[int, int] = (0, 0)
 
 
 def start(ring: Ring) -> State:
@@ -187,6 +194,16 @@ def has_landed(ring: Ring, state: State, block: int) -> bool:
     return is_begun and not any(b == block for _, b in state.in_flight)
 
 
+def release(ring: Ring, state: State, consumer: int) -> State:
+    """A consumer gives its oldest block back, and consumer 0 maybe consumer 1 its turn."""
+    released = state.released[consumer]
+    moved = arrive_empty(ring, state, released % ring.num_stages)
+    moved = replace(moved, released=_pair(moved.released, consumer, released + 1))
+    if consumer == 0 and ring.takes_turns and released % ring.num_blocks == ring.lead - 1:
+        moved = replace(moved, turn_phase=moved.turn_phase + 1)
+    return moved
+
+
 def consumer_steps(ring: Ring, state: State) -> Iterator[State]:
     for consumer in range(2):
         issued, released = state.issued[consumer], state.released[consumer]
@@ -195,11 +212,7 @@ def consumer_steps(ring: Ring, state: State) -> Iterator[State]:
         # A tile's last block is released before the next tile begins.
         due = released < (issued if first_of_tile else issued - lag)
         if due:
-            moved = arrive_empty(ring, state, released % ring.num_stages)
-            moved = replace(moved, released=_pair(moved.released, consumer, released + 1))
-            if consumer == 0 and ring.takes_turns and released % ring.num_blocks == ring.lead - 1:
-                moved = replace(moved, turn_phase=moved.turn_phase + 1)
-            yield moved
+            yield release(ring, state, consumer)
             continue
         if issued == ring.total:
             continue
@@ -215,6 +228,30 @@ def consumer_steps(ring: Ring, state: State) -> Iterator[State]:
             yield replace(state, issued=_pair(state.issued, consumer, issued + 1))
 
 
+def steps_of_consumers_that_wait_ahead(ring: Ring, state: State) -> Iterator[State]:
+    for consumer in range(2):
+        issued, released = state.issued[consumer], state.released[consumer]
+        is_tile_border = issued % ring.num_blocks == 0
+        if released < issued - 1:
+            yield release(ring, state, consumer)
+        elif state.waited[consumer] == issued < ring.total:
+            stage = issued % ring.num_stages
+            if passes(state.full_phase[stage], issued // ring.num_stages % 2):
+                yield replace(state, waited=_pair(state.waited, consumer, issued + 1))
+        elif is_tile_border and released < issued:
+            yield release(ring, state, consumer)
+        elif issued < ring.total:
+            tile = issued // ring.num_blocks
+            waits_for_turn = consumer == 1 and ring.takes_turns and is_tile_border
+            if waits_for_turn and state.turns_taken == tile:
+                if passes(state.turn_phase, tile % 2):
+                    yield replace(state, turns_taken=tile + 1)
+                continue
+            if not has_landed(ring, state, issued):
+                raise BrokenError(f"block {issued} is read before it has landed")
+            yield replace(state, issued=_pair(state.issued, consumer, issued + 1))
+
+
 def _pair(values: tuple[int, int], index: int, value: int) -> tuple[int, int]:
     return (value, values[1]) if index == 0 else (values[0], value)
 
@@ -222,13 +259,14 @@ def _pair(values: tuple[int, int], index: int, value: int) -> tuple[int, int]:
 def explore(ring: Ring) -> int:
     """How many states there are; raises BrokenError if one of them is wrong."""
     first = start(ring)
+    steps = steps_of_consumers_that_wait_ahead if ring.waits_ahead else consumer_steps
     seen, todo = {first}, [first]
     while todo:
         state = todo.pop()
         nexts = [
             *producer_steps(ring, state),
             *landing_steps(ring, state),
-            *consumer_steps(ring, state),
+            *steps(ring, state),
         ]
         if not nexts and state.released != (ring.total, ring.total):
             raise BrokenError(f"nothing can go on: {state}")
@@ -248,6 +286,12 @@ RINGS = [
     Ring(num_stages=3, num_tiles=3, num_blocks=2, lead=1, gathers=True),
     Ring(num_stages=4, num_tiles=2, num_blocks=5, lead=1, gathers=False),
     Ring(num_stages=3, num_tiles=3, num_blocks=4, lead=2, gathers=False),
+    Ring(num_stages=2, num_tiles=3, num_blocks=1, lead=1, gathers=False, waits_ahead=True),
+    Ring(num_stages=2, num_tiles=3, num_blocks=3, lead=1, gathers=False, waits_ahead=True),
+    Ring(num_stages=3, num_tiles=3, num_blocks=4, lead=2, gathers=False, waits_ahead=True),
+    Ring(num_stages=4, num_tiles=3, num_blocks=5, lead=1, gathers=False, waits_ahead=True),
+    Ring(num_stages=4, num_tiles=3, num_blocks=4, lead=3, gathers=False, waits_ahead=True),
+    Ring(num_stages=4, num_tiles=4, num_blocks=2, lead=3, gathers=False, waits_ahead=True),
 ]
 
 
