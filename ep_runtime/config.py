@@ -6,7 +6,7 @@ import torch
 from pydantic import AliasChoices, Field, field_serializer, field_validator, model_validator
 
 from ep_runtime.kernels.base import Activation, ActivationKind, RoutingSpec
-from ep_runtime.kernels.quant.scheme import UNQUANTISED, QuantScheme
+from ep_runtime.kernels.quant.scheme import UNQUANTISED, QuantScheme, WeightScheme
 from ep_runtime.quantization_key import check_scheme, parse_scheme, write_scheme
 from ep_runtime.strict_model import StrictModel
 
@@ -15,6 +15,8 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+# How a shared expert may be stored; another scheme is dequantised as it is read.
+SHARED_SCHEMES = (WeightScheme.NONE, WeightScheme.FP8_BLOCK)
 MAX_TIMEOUT_S = 30 * 24 * 3600  # a longer wait is a slip of the pen
 
 
@@ -25,7 +27,8 @@ class MoEConfig(StrictModel):
     num_shared_experts * moe_intermediate_size; 0 means there is none.
     swiglu_limit None: not clamped.
     quantization: how the routed experts' weights are stored; a scheme's name, or its keys
-    ({weight: int4_w4a16, group_size: 128}). Shared expert and router are never quantised.
+    ({weight: int4_w4a16, group_size: 128}). The router is never quantised.
+    shared_quantization: how the shared expert's are: none or fp8_block.
     """
 
     hidden_size: int = Field(gt=0, strict=True)
@@ -50,13 +53,14 @@ class MoEConfig(StrictModel):
     apply_router_weight_on_input: bool = Field(default=False, strict=True)
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     quantization: QuantScheme = UNQUANTISED
+    shared_quantization: QuantScheme = UNQUANTISED
 
-    @field_validator("quantization", mode="plain")
+    @field_validator("quantization", "shared_quantization", mode="plain")
     @classmethod
     def _parse_quantization(cls, value: Any) -> QuantScheme:
         return parse_scheme(value)
 
-    @field_serializer("quantization")
+    @field_serializer("quantization", "shared_quantization")
     def _write_quantization(self, value: QuantScheme) -> str | dict[str, Any]:
         return write_scheme(value)
 
@@ -109,6 +113,16 @@ class MoEConfig(StrictModel):
                 "shared_expert_gate has no effect without a shared expert; set "
                 "num_shared_experts or shared_intermediate_size, or drop it"
             )
+        if self.shared_quantization.weight not in SHARED_SCHEMES:
+            raise ValueError(
+                f"shared_quantization ({self.shared_quantization.weight}) is not supported for a "
+                f"shared expert; choose one of: {', '.join(SHARED_SCHEMES)}"
+            )
+        if self.shared_quantization.is_quantised and self.shared_intermediate_size == 0:
+            raise ValueError(
+                f"shared_quantization ({self.shared_quantization.weight}) has no effect without a "
+                f"shared expert; set num_shared_experts or shared_intermediate_size, or drop it"
+            )
         if self.swiglu_limit is not None and self.activation != "swigluoai":
             raise ValueError(
                 f"swiglu_limit has no effect with activation {self.activation}; drop it or use "
@@ -132,6 +146,10 @@ class MoEConfig(StrictModel):
     def with_quantization(self, scheme: QuantScheme) -> "MoEConfig":
         """The same layer with its experts stored another way; checked like any other."""
         return MoEConfig(**{**self.model_dump(), "quantization": scheme})
+
+    def with_shared_quantization(self, scheme: QuantScheme) -> "MoEConfig":
+        """The same layer with its shared expert stored another way; checked like any other."""
+        return MoEConfig(**{**self.model_dump(), "shared_quantization": scheme})
 
     @property
     def torch_dtype(self) -> torch.dtype:

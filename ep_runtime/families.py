@@ -5,13 +5,14 @@ What each family computes was read off transformers' modelling code.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ep_runtime.config import MoEConfig
+from ep_runtime.config import SHARED_SCHEMES, MoEConfig
 from ep_runtime.kernels.errors import ConfigError
 from ep_runtime.kernels.quant.format import WeightFormat
+from ep_runtime.kernels.quant.scheme import UNQUANTISED, QuantScheme
 from ep_runtime.quantization import CheckpointQuantization, experts_format, read_quantization
 
 logger = logging.getLogger(__name__)
@@ -350,11 +351,40 @@ def expert_formats(
     return formats
 
 
+def shared_schemes(
+    config: Any, quantization: CheckpointQuantization | None
+) -> Mapping[int, QuantScheme]:
+    """MoE layer -> how `quantization_config` says that its shared expert is stored, of schemes that
+    are kept so; another is dequantised as it is read. Empty where there is none."""
+    reader = read_hf_config(config)
+    family = FAMILIES[reader.model_type]
+    if family.shared is None or quantization is None:
+        return {}
+    blocks = dict.fromkeys((family.disk_block, "mlp"))
+    schemes = {}
+    for layer in family.moe_layers(reader):
+        modules = [f"{family.layers}.{layer}.{block}.{family.shared}" for block in blocks]
+        forms = [
+            quantization.format_of(*(f"{module}.{name}" for module in modules))
+            for name in _PROJECTIONS
+        ]
+        schemes[layer] = kept_shared_scheme(forms)
+    return schemes
+
+
+def kept_shared_scheme(forms: Sequence[WeightFormat | None]) -> QuantScheme:
+    """The scheme that a shared expert's three projections are kept in: theirs where it is one that
+    is kept and they have it alike, else none."""
+    schemes = {UNQUANTISED if form is None else form.scheme for form in forms}
+    scheme = schemes.pop()
+    return UNQUANTISED if schemes or scheme.weight not in SHARED_SCHEMES else scheme
+
+
 def moe_config_from_hf(config: Any) -> MoEConfig:
     """The MoE layers of a transformers config, or of config.json as a dict.
 
-    `quantization` is that of the first layer whose experts are quantised; `load_model` looks at
-    each layer.
+    `quantization` is that of the first layer whose experts are quantised, `shared_quantization` of
+    the first whose shared expert is; `load_model` looks at each layer.
 
     Raises ConfigError: an unknown family (lists the supported ones), a missing key, or a value
     that changes the model in a way that is not supported.
@@ -382,7 +412,9 @@ def moe_config_from_hf(config: Any) -> MoEConfig:
         return moe
     formats = expert_formats(config, quantization, moe.num_experts).values()
     scheme = next((form.scheme for form in formats if form is not None), moe.quantization)
-    return moe.with_quantization(scheme)
+    moe = moe.with_quantization(scheme)
+    shared = [one for one in shared_schemes(config, quantization).values() if one.is_quantised]
+    return moe.with_shared_quantization(shared[0]) if shared and moe.has_shared_expert else moe
 
 
 def _check_required(reader: HFConfig, family: Family) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ep_runtime.config import MoEConfig
 from ep_runtime.kernels.errors import ConfigError
 from ep_runtime.kernels.quant.scheme import (
     UNQUANTISED,
@@ -17,6 +18,7 @@ from ep_runtime.kernels.quant.scheme import (
 from ep_runtime.kernels.quant.storage import (
     StoredShape,
     num_stored,
+    stored_shapes,
     take_experts,
     tensors_of,
     tiers_of,
@@ -62,20 +64,21 @@ def own_experts(
     scheme: QuantScheme,
     num_experts: int,
     experts: list[int],
+    key: str = "quantization",
 ) -> dict[str, Tensor]:
     """The stored tensors of some experts of a QuantizedTensor of all E, by name.
 
-    shapes: what the layer has of each expert. Raises ConfigError that names the tensor.
+    shapes: what the layer has of each expert. key: the configuration's, for messages. Raises
+    ConfigError that names the tensor.
     """
     if not isinstance(given, QuantizedTensor):
         got = "missing" if given is None else f"{type(given).__name__}"
         raise ConfigError(
-            f"{name} is {got}; the layer's quantization is {scheme.weight}, which takes a "
-            f"QuantizedTensor"
+            f"{name} is {got}; the layer's {key} is {scheme.weight}, which takes a QuantizedTensor"
         )
     if given.scheme != scheme:
         raise ConfigError(
-            f"{name} is stored as {_keys_of(given.scheme)}, and the layer's quantization is "
+            f"{name} is stored as {_keys_of(given.scheme)}, and the layer's {key} is "
             f"{_keys_of(scheme)}; build the layer with that of its tensors"
         )
     tensors = tensors_of(given)
@@ -104,6 +107,26 @@ def own_experts(
             expert = [e for e in experts if num_stored(key, scheme, [e])][entry]
             raise ConfigError(f"{_key(name, key)} of expert {expert} {reason}")
     return own
+
+
+def check_shared(shared: Mapping[str, Any], moe: MoEConfig) -> None:
+    """ConfigError, naming the tensor, where w13 and w2 of a quantised shared expert are not
+    QuantizedTensors (E = 1) as `moe.shared_quantization` stores them."""
+    width, hidden, scheme = moe.shared_intermediate_size, moe.hidden_size, moe.shared_quantization
+    num_parts = 2 if moe.experts_activation().is_gated else 1
+    for name, rows, columns, parts in (
+        ("w13", num_parts * width, hidden, num_parts),
+        ("w2", hidden, width, 1),
+    ):
+        own_experts(
+            f'shared["{name}"]',
+            shared.get(name),
+            shapes=stored_shapes(scheme, rows, columns, num_parts=parts, dtype=moe.torch_dtype),
+            scheme=scheme,
+            num_experts=1,
+            experts=[0],
+            key="shared_quantization",
+        )
 
 
 def _keys_of(scheme: QuantScheme) -> str:

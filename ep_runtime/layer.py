@@ -11,7 +11,7 @@ from ep_runtime.all2all.base import GatheringBackend
 from ep_runtime.all2all.expert_ids import local_expert_map
 from ep_runtime.config import MoEConfig, SharedExpertsConfig
 from ep_runtime.distributed import EPContext, tp_slice
-from ep_runtime.given_weights import is_wanted, own_experts
+from ep_runtime.given_weights import check_shared, is_wanted, own_experts
 from ep_runtime.kernels.base import (
     Experts,
     ExpertWeights,
@@ -113,7 +113,9 @@ class MoELayer(nn.Module):
         self._expert_map = local_expert_map(plan.placement, ctx.ep_group)
         self.router = Router(moe, ctx.device)
         self._keep_known_ids = make_keep_known_ids(moe.num_experts, ctx.device)
-        self.shared = SharedExpert(moe, ctx.device) if moe.has_shared_expert else None
+        self.shared: SharedExpert | None = None
+        if moe.has_shared_expert:
+            self.shared = SharedExpert(moe, ctx.device, plan.shared_compute)
         self._timer = PhaseTimer(ctx.streams)
         kernel = self._build_kernel(plan, ctx)
         self._runner = MoERunner(
@@ -252,14 +254,15 @@ class MoELayer(nn.Module):
         router_bias: Tensor | None = None,
         w13_bias: Tensor | None = None,
         w2_bias: Tensor | None = None,
-        shared: Mapping[str, Tensor | None] | None = None,
+        shared: Mapping[str, Tensor | QuantizedTensor | None] | None = None,
     ) -> None:
         """Take full (global) tensors and keep this rank's part, in the layer's dtype.
 
         w13: [E, 2I, H] ([E, I, H] where not gated); w2: [E, H, I]; with `moe.quantization` both
         are QuantizedTensors of its scheme, of all E experts; router: [E, H];
         correction_bias, router_bias: [E]; w13_bias: [E, 2I]; w2_bias: [E, H];
-        shared: {"w13": [2S, H], "w2": [H, S], "gate": [1, H] or None}.
+        shared: {"w13": [2S, H], "w2": [H, S], "gate": [1, H] or None}; with
+        `moe.shared_quantization` w13 and w2 are QuantizedTensors of its scheme (E = 1).
         Raises ConfigError, before anything is copied, where a tensor is missing, not wanted, of
         another shape, or not of real floating-point numbers.
         """
@@ -293,11 +296,14 @@ class MoELayer(nn.Module):
             ("router_bias", self.router.bias, router_bias),
             ("correction_bias", self.router.correction_bias, correction_bias),
         ]
-        for name in ("w13", "w2", "gate"):
-            target = getattr(self.shared, name) if self.shared is not None else None
-            whole.append((f'shared["{name}"]', target, shared.get(name)))
         wanted_owned = [t for t in owned if is_wanted(*t, num_experts=num_experts)]
         wanted_whole = [t for t in whole if is_wanted(*t)]
+        is_stored = self.moe.shared_quantization.is_quantised
+        for name in ("gate",) if is_stored else ("w13", "w2", "gate"):
+            target = getattr(self.shared, name) if self.shared is not None else None
+            is_wanted(f'shared["{name}"]', target, shared.get(name))
+        if is_stored:
+            check_shared(shared, self.moe)
         if any(parameter.is_meta for parameter in self.parameters()):
             self._weights = None  # the new ones take their memory
             self._allocate_weights(self.moe, self.ctx.device)
@@ -309,6 +315,8 @@ class MoELayer(nn.Module):
             getattr(self, name).copy_(given[mine])
         for _, target, given in wanted_whole:
             target.copy_(given)
+        if self.shared is not None:
+            self.shared.fill(shared)
         self.finish_loading()
 
     @torch.no_grad()

@@ -26,11 +26,13 @@ from ep_runtime.expert_parallel_model import ExpertParallelModel, MoEBlock
 from ep_runtime.generation import GreedyOutput as GreedyOutput
 from ep_runtime.generation import greedy_generate as greedy_generate
 from ep_runtime.kernels.errors import CheckpointError, RankFailure
+from ep_runtime.kernels.quant.storage import tensors_of
 from ep_runtime.layer import MoELayer
 from ep_runtime.machine import Machine
 from ep_runtime.opened_checkpoint import OpenedCheckpoint
 from ep_runtime.plan import Plan, resolve_plan
 from ep_runtime.skeleton import load_dense
+from ep_runtime.stored_weight import StoredWeight
 from ep_runtime.weight_reader import WeightReader
 
 ResultT = TypeVar("ResultT")
@@ -132,7 +134,7 @@ def _load_weights(
             if slot.is_routed:
                 loader.read(slot, weight, buffers[slot.layer])
             else:
-                weights.read_into(weight, _replicated(slot.part, layers[slot.layer]))
+                _read_replicated(weights, weight, slot.part, layers[slot.layer])
                 num_tensors += len(weight.tensors)
             bar.advance(task, reader.bytes_read - before)
     return LoadReport(
@@ -159,25 +161,25 @@ def _buffers_of(layer: MoELayer) -> ExpertBuffers:
     )
 
 
-def _replicated(part: str, layer: MoELayer) -> Tensor:
-    """Where a tensor that every rank holds goes."""
-    router: dict[str, Tensor | None] = {
+def _read_replicated(
+    weights: WeightReader, weight: StoredWeight, part: str, layer: MoELayer
+) -> None:
+    """Read a weight that every rank holds: the router's, or a part of the shared expert."""
+    places: Mapping[str, Tensor] | Tensor | None = {
         "router": layer.router.weight,
         "router_bias": layer.router.bias,
         "correction_bias": layer.router.correction_bias,
-    }
-    target = router.get(part)
-    if target is None and layer.shared is not None:
-        gate_rows, up_rows = layer.shared.w13.chunk(2)
-        target = {
-            "shared_gate_proj": gate_rows,
-            "shared_up": up_rows,
-            "shared_down": layer.shared.w2,
-            "shared_gate": layer.shared.gate,
-        }[part]
-    if target is None:
+    }.get(part)
+    if places is None and layer.shared is not None and part.startswith("shared"):
+        places = layer.shared.places(part)
+    if places is None:
         raise RuntimeError(f"the layer has no place for {part}")
-    return target
+    if isinstance(places, Tensor):
+        weights.read_into(weight, places)
+        return
+    stored = tensors_of(weights.read_quantized(weight, layer.ctx.device))
+    for name, place in places.items():
+        place.copy_(stored[name])
 
 
 def _agree(

@@ -8,12 +8,13 @@ import torch
 
 from ep_runtime.checkpoint import CheckpointReader, read_config
 from ep_runtime.config import DTYPES, MoEConfig
-from ep_runtime.families import expert_formats, moe_config_from_hf
+from ep_runtime.families import expert_formats, kept_shared_scheme, moe_config_from_hf
 from ep_runtime.kernels.errors import CheckpointError, ConfigError
-from ep_runtime.kernels.quant.scheme import UNQUANTISED
+from ep_runtime.kernels.quant.scheme import UNQUANTISED, QuantScheme
 from ep_runtime.name_map import MoELayout, NameMap, map_names
 from ep_runtime.quantization import read_quantization
 from ep_runtime.skeleton import build_skeleton, transformers_config
+from ep_runtime.tensor_names import SHARED_PARTS, Slot
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +24,7 @@ class OpenedCheckpoint:
 
     dtype: of the model; None for the checkpoint's own. Reads config.json and the files' headers.
     moe: the MoE layers as `MoEConfig.from_hf` has them; moe_of_layer: each with its own
-    quantization, which may differ between layers.
+    quantization, which may differ between layers, the shared expert's as its tensors are.
     Raises CheckpointError or ConfigError for everything that these show to be wrong.
     """
 
@@ -60,8 +61,22 @@ class OpenedCheckpoint:
         self.names: NameMap = map_names(self.reader.tensors, layout, self.skeleton.shapes)
         for weight in (*self.names.slots.values(), *self.names.dense.values()):
             weight.check(self.reader)
+        self.moe_of_layer = {
+            layer: moe.with_shared_quantization(self._shared_scheme(layer))
+            for layer, moe in self.moe_of_layer.items()
+        }
+        # One of the layers', whatever the lists in `quantization_config` say of a shared expert.
+        self.moe = next(
+            moe for moe in self.moe_of_layer.values() if moe.quantization == self.moe.quantization
+        )
         self._log_unused()
         self.digest = self.reader.digest()
+
+    def _shared_scheme(self, layer: int) -> QuantScheme:
+        """How a layer keeps its shared expert, as its tensors are."""
+        slots = (Slot(layer, part) for part in SHARED_PARTS.values())
+        weights = [self.names.slots[slot] for slot in slots if slot in self.names.slots]
+        return kept_shared_scheme([weight.format for weight in weights]) if weights else UNQUANTISED
 
     def _log_unused(self) -> None:
         """Say once which scales, that another runtime might use, are not."""

@@ -24,6 +24,7 @@ from ep_runtime.ownership import (
 )
 from ep_runtime.placement import place_experts
 from ep_runtime.selection import Rejection, choose_kernels, experts_shape
+from ep_runtime.shared_compute import SharedCompute, choose_shared_compute
 from ep_runtime.shared_expert import SharedExpert
 
 
@@ -47,7 +48,8 @@ class RankBytes:
 
 @dataclass(frozen=True)
 class Plan:
-    """A frozen decision; equal on all ranks of an EP group. rows: how dispatch sends them."""
+    """A frozen decision; equal on all ranks of an EP group. rows: how dispatch sends them.
+    shared_compute: how the shared expert is held and multiplied, where there is one."""
 
     moe: MoEConfig
     parallel: ParallelConfig
@@ -58,15 +60,18 @@ class Plan:
     rows: RowScheme
     placement: ExpertPlacement
     ownership: Ownership
+    shared_compute: SharedCompute
     rejections: tuple[Rejection, ...]
     bytes_per_rank: tuple[RankBytes, ...]
 
     @property
     def multiplies_fp8_rows(self) -> bool:
-        """Whether rows are quantised to fp8 on their way, or by the kernel."""
+        """Whether rows are quantised to fp8 on their way, by the kernel, or by the shared expert's
+        products."""
         kernel = experts_class(self.experts).capabilities
         by_kernel = self.moe.quantization.weight in kernel.fp8_products
-        return by_kernel or self.rows is RowScheme.FP8_GROUP
+        by_shared = self.shared_compute is SharedCompute.FP8
+        return by_kernel or by_shared or self.rows is RowScheme.FP8_GROUP
 
     def regime(self, num_tokens: int) -> Regime:
         """The shared expert's schedule for a call in which no rank has more rows than that."""
@@ -105,6 +110,7 @@ class Plan:
                 "rule": self.ownership.rule,
                 "reason": self.ownership.reason,
             },
+            "shared_compute": self.shared_compute,
             "regimes": [vars(regime) for regime in self.ownership.regimes],
             "rejections": [vars(rejection) for rejection in self.rejections],
             "bytes_per_rank": [vars(rank) for rank in self.bytes_per_rank],
@@ -158,6 +164,12 @@ def resolve_plan(
             token_threshold=shared_experts.token_threshold,
         )
     )
+    shared_compute, why_not_shared = choose_shared_compute(moe, machine, kernel)
+    not_computed = [
+        Rejection("shared", other, reason)
+        for other, reason in why_not_shared.items()
+        if moe.has_shared_expert
+    ]
     return Plan(
         moe=moe,
         parallel=parallel,
@@ -168,9 +180,17 @@ def resolve_plan(
         rows=rows,
         placement=placement,
         ownership=ownership,
-        rejections=(*rejections, not_sent, *_rejected_owners(ownership, backend)),
+        shared_compute=shared_compute,
+        rejections=(*rejections, not_sent, *_rejected_owners(ownership, backend), *not_computed),
         bytes_per_rank=tuple(
-            _rank_bytes(moe, kernel.name, shape, backend.receive_bytes(shape, rank), rank)
+            _rank_bytes(
+                moe,
+                kernel.name,
+                shape,
+                shared_compute,
+                receive_bytes=backend.receive_bytes(shape, rank),
+                ep_rank=rank,
+            )
             for rank in range(parallel.ep_size)
         ),
     )
@@ -213,7 +233,13 @@ def _backend_shape(
 
 
 def _rank_bytes(
-    moe: MoEConfig, experts: str, shape: BackendShape, receive_bytes: int, ep_rank: int
+    moe: MoEConfig,
+    experts: str,
+    shape: BackendShape,
+    shared_compute: SharedCompute,
+    *,
+    receive_bytes: int,
+    ep_rank: int,
 ) -> RankBytes:
     local_experts = shape.placement.experts_of(ep_rank)
     num_local_experts = len(local_experts)
@@ -225,15 +251,12 @@ def _rank_bytes(
     experts_bytes += _projection_bytes(moe, hidden, width, 1, local_experts)
     if moe.expert_bias:
         experts_bytes += num_local_experts * (rows13 + hidden) * itemsize
-    shared = (rows13 // width + 1) * hidden * moe.shared_intermediate_size
-    if moe.shared_expert_gate:
-        shared += hidden
     rows = shape.placement.ep_size * shape.max_tokens_per_rank
     kernel = experts_class(experts)(experts_shape(moe, num_local_experts))
     return RankBytes(
         experts=experts_bytes,
         router=4 * moe.num_experts * (hidden + moe.router_bias + moe.has_correction_bias),
-        shared=shared * itemsize,
+        shared=_shared_bytes(moe, num_parts, shared_compute),
         receive=receive_bytes,
         workspace=kernel.workspace_bytes(rows),
     )
@@ -252,3 +275,16 @@ def _projection_bytes(
         num_stored(name, moe.quantization, experts) * shape.num_bytes
         for name, shape in shapes.items()
     )
+
+
+def _shared_bytes(moe: MoEConfig, num_parts: int, compute: SharedCompute) -> int:
+    """Of the shared expert's w13, w2 and gate, as the layer holds them."""
+    width, hidden, dtype = moe.shared_intermediate_size, moe.hidden_size, moe.torch_dtype
+    gate_bytes = hidden * dtype.itemsize if moe.shared_expert_gate else 0
+    if compute is not SharedCompute.FP8:
+        return (num_parts + 1) * hidden * width * dtype.itemsize + gate_bytes
+    shapes = (
+        stored_shapes(moe.shared_quantization, rows, columns, num_parts=parts, dtype=dtype)
+        for rows, columns, parts in ((num_parts * width, hidden, num_parts), (hidden, width, 1))
+    )
+    return sum(one.num_bytes for stored in shapes for one in stored.values()) + gate_bytes

@@ -8,6 +8,7 @@ from ep_runtime.all2all.registry import backend_class
 from ep_runtime.kernels.quant.scheme import QuantScheme, RowScheme, WeightScheme
 from ep_runtime.kernels.registry import experts_class
 from ep_runtime.plan import Plan, RankBytes
+from ep_runtime.shared_compute import SharedCompute
 
 
 def explain_plan(plan: Plan) -> Iterator[str]:
@@ -84,6 +85,9 @@ def _explain_shared(plan: Plan) -> Iterator[str]:
     width = plan.moe.shared_intermediate_size
     gate = ", with a sigmoid gate" if plan.moe.shared_expert_gate else ""
     yield "shared     " + (f"width {width}{gate}" if width else "none")
+    if width:
+        yield f"  weights {_compute_text(plan)}"
+        yield from _explain_rejections(plan, "shared")
     yield (f"  owner, every rank: {ownership.owner} ({ownership.rule}: {ownership.reason})")
     yield from _explain_rejections(plan, "owner")
     for regime in ownership.regimes:
@@ -91,6 +95,19 @@ def _explain_shared(plan: Plan) -> Iterator[str]:
         if regime.max_tokens is None and len(ownership.regimes) > 1:
             rows = "more rows"
         yield f"  {rows}: {regime.schedule} ({regime.rule}: {regime.reason})"
+
+
+def _compute_text(plan: Plan) -> str:
+    """How the shared expert is held and multiplied."""
+    stored, dtype = plan.moe.shared_quantization.weight, plan.moe.dtype
+    if plan.shared_compute is SharedCompute.FP8:
+        return f"as stored, in {stored}; rows are quantised, products are of e4m3"
+    held = f"in {dtype}"
+    if stored is not WeightScheme.NONE:
+        held += f", dequantised from {stored}"
+    if plan.shared_compute is SharedCompute.KERNELS:
+        return f"{held}; products of few rows by our kernels, of more by the library"
+    return f"{held}; products by the library"
 
 
 def _explain_rejections(plan: Plan, kind: str) -> Iterator[str]:

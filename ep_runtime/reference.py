@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 from ep_runtime.config import MoEConfig
 from ep_runtime.kernels.activation import apply_activation
 from ep_runtime.kernels.base import Activation, Routing
-from ep_runtime.kernels.quant.dequantize import dequantize_expert
+from ep_runtime.kernels.quant.dequantize import dequantize, dequantize_expert
 from ep_runtime.kernels.quant.scheme import QuantizedTensor
 from ep_runtime.kernels.routing import route_tokens
 
@@ -29,7 +29,7 @@ def reference_layer(
     router_bias: Tensor | None = None,
     w13_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
-    shared: Mapping[str, Tensor | None] | None = None,
+    shared: Mapping[str, Tensor | QuantizedTensor | None] | None = None,
     routing: Routing | None = None,
 ) -> Tensor:
     """The whole layer, [T, H] to float32 [T, H].
@@ -64,20 +64,31 @@ def reference_layer(
 
 
 def reference_shared_expert(
-    hidden_states: Tensor, shared: Mapping[str, Tensor | None], activation: Activation
+    hidden_states: Tensor,
+    shared: Mapping[str, Tensor | QuantizedTensor | None],
+    activation: Activation,
 ) -> Tensor:
     """The shared expert, [T, H] to float32 [T, H]; never scaled by routed_scaling_factor.
 
     shared: {"w13": [2S, H], "w2": [H, S], "gate": [1, H] or None}; the output is multiplied by
-    sigmoid(gate . row).
+    sigmoid(gate . row). A QuantizedTensor (E = 1) is dequantised.
     """
     rows, w13, w2, gate = hidden_states.float(), shared["w13"], shared["w2"], shared.get("gate")
     if w13 is None or w2 is None:
         raise ValueError('shared needs both "w13" and "w2"')
-    output = linear(apply_activation(linear(rows, w13.float()), activation), w2.float())
+    num_parts = 2 if activation.is_gated else 1
+    inner = apply_activation(linear(rows, _whole(w13, num_parts)), activation)
+    output = linear(inner, _whole(w2, 1))
     if gate is not None:
-        output *= torch.sigmoid(linear(rows, gate.float()))
+        output *= torch.sigmoid(linear(rows, _whole(gate, 1)))
     return output
+
+
+def _whole(weight: Tensor | QuantizedTensor, num_parts: int) -> Tensor:
+    """A shared expert's [N, K] float32."""
+    if isinstance(weight, QuantizedTensor):
+        return dequantize(weight, num_parts)[0]
+    return weight.float()
 
 
 def _weight(weights: Tensor | QuantizedTensor, expert: int, num_parts: int) -> Tensor:

@@ -20,7 +20,7 @@ _PARTS = ("w13", "w2", "w13_bias", "w2_bias")
 class SeededWeights:
     """The global weights of one layer; equal on every rank with devices of one kind.
 
-    Of a quantised layer w13 and w2 are drawn as they are stored.
+    Of a quantised layer, or shared expert, w13 and w2 are drawn as they are stored.
     Nothing is kept: each access draws again, so the whole layer never has to fit in memory.
     """
 
@@ -63,7 +63,7 @@ class SeededWeights:
         """The parts every rank has: router, its biases, the shared expert."""
         moe = self.moe
         hidden, width = moe.hidden_size, moe.shared_intermediate_size
-        shared13 = width * (2 if moe.experts_activation().is_gated else 1)
+        shared13 = width * self._num_parts
         parts: dict[str, Any] = {"router": self._draw(-1, (moe.num_experts, hidden))}
         if moe.router_bias:
             parts["router_bias"] = self._draw(-2, (moe.num_experts,))
@@ -71,8 +71,8 @@ class SeededWeights:
             parts["correction_bias"] = self._draw(-3, (moe.num_experts,)).float()
         if moe.has_shared_expert:
             parts["shared"] = {
-                "w13": self._draw(-4, (shared13, hidden)),
-                "w2": self._draw(-5, (hidden, width)),
+                "w13": self._draw_shared(-4, (shared13, hidden), self._num_parts),
+                "w2": self._draw_shared(-5, (hidden, width), 1),
                 "gate": self._draw(-6, (1, hidden)) if moe.shared_expert_gate else None,
             }
         return parts
@@ -101,13 +101,26 @@ class SeededWeights:
         if layer.router.correction_bias is not None:
             layer.router.correction_bias.copy_(whole["correction_bias"])
         if layer.shared is not None:
-            for name, value in whole["shared"].items():
-                if value is not None:
-                    getattr(layer.shared, name).copy_(value)
+            layer.shared.fill(whole["shared"])
         layer.finish_loading()
 
     def _drawing(self, part: str) -> Callable[[int], Tensor]:
         return lambda expert: self.expert(part, expert)
+
+    def _draw_shared(
+        self, number: int, shape: tuple[int, int], num_parts: int
+    ) -> Tensor | QuantizedTensor:
+        """A weight of the shared expert, as `shared_quantization` stores it."""
+        scheme = self.moe.shared_quantization
+        if not scheme.is_quantised:
+            return self._draw(number, shape)
+        return draw_stored(
+            scheme,
+            *shape,
+            num_parts=num_parts,
+            dtype=self.moe.torch_dtype,
+            generator=self._generator(number),
+        )
 
     def _draw(self, number: int, shape: tuple[int, ...]) -> Tensor:
         """Normal values, of a size that keeps rows about as large through each projection."""

@@ -71,6 +71,14 @@ def blocks_of_128(name: str, weight: Tensor) -> Written:
     return _read_fp8({".weight": values, ".weight_scale_inv": scales})
 
 
+def blocks_but_a_shared_expert(name: str, weight: Tensor) -> Written | None:
+    return (
+        None
+        if name.startswith("model.layers.2.mlp.shared_experts")
+        else blocks_of_128(name, weight)
+    )
+
+
 def by_transformers(name: str, weight: Tensor) -> Written | None:
     """transformers' writer, which leaves alone what blocks do not divide."""
     if name.startswith("model.layers.2.mlp.experts"):
@@ -176,6 +184,16 @@ _RECIPES = {
         blocks_of_128,
         FP8_BLOCK_CONFIG,
         {"hidden_size": 160, "moe_intermediate_size": 136, "intermediate_size": 144},
+    ),
+    # Sizes of a shared expert that kernels read; that of layer 2 is not quantised.
+    "deepseek_v3_fp8_shared": Recipe(
+        "deepseek_v3",
+        blocks_but_a_shared_expert,
+        {
+            **FP8_BLOCK_CONFIG,
+            "modules_to_not_convert": ["lm_head", "model.layers.2.mlp.shared_experts"],
+        },
+        {"layers": 3, "hidden_size": 160, "moe_intermediate_size": 144, "num_experts": 4},
     ),
     # Layer 0 is dense, the experts of layer 1 are quantised, those of layer 2 are not.
     "qwen3_moe_fp8_block_but_a_layer": Recipe(

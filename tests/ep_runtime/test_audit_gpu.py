@@ -407,6 +407,7 @@ def test_the_sanitizer_sees_our_kernels_and_what_it_raises_is_a_fault(
     ours = {name for name in mode.seen if name.startswith("ep_runtime::")}
     assert ours == {
         "ep_runtime::run_experts",
+        "ep_runtime::run_shared_projections",
         "ep_runtime::symm_put_tokens",
         "ep_runtime::symm_put_results",
         "ep_runtime::symm_wait_for_dispatch",

@@ -301,6 +301,7 @@ def _one_change_each() -> Iterator[tuple[str, Plan]]:
         "moe.quantization.group_size",
         _plan(moe=_moe(quantization={"weight": "int4_w4a16", "group_size": 8}), dp_size=4),
     )
+    yield "moe.shared_quantization", _plan(moe=_moe(shared_quantization="fp8_block"), dp_size=4)
     yield "parallel.dp_size", _plan(dp_size=8, ep_size=4)
     yield "parallel.tp_size", _plan(dp_size=4, tp_size=2, ep_size=4)
     yield "parallel.ep_size", _plan(dp_size=4, ep_size=2)

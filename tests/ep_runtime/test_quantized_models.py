@@ -32,6 +32,7 @@ BACKENDS = {1: "auto", 2: "naive", 4: "all_to_all"}  # by number of ranks
 # By layer, the routed experts' scheme.
 SCHEMES = {
     "deepseek_v3_fp8_block": ["fp8_block"],
+    "deepseek_v3_fp8_shared": ["fp8_block"] * 2,
     "qwen3_moe_fp8_block_but_a_layer": ["fp8_block", "none"],
     "qwen2_moe_fp8_tensor_static": ["fp8_channel"] * 2,
     "qwen2_moe_gptq_act_order": ["int4_w4a16"] * 2,
