@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ep_runtime.config import MAX_TIMEOUT_S, MoEConfig, ParallelConfig
 from ep_runtime.kernels.errors import ConfigError
+from ep_runtime.kernels.quant.scheme import WeightScheme
 from ep_runtime.launch.run_config import find_config
 from ep_runtime.launch.yaml_file import read_yaml_mapping
 from ep_runtime.strict_model import InvalidValues, StrictModel
@@ -25,8 +26,10 @@ RoutingKind = Literal["balanced", "random", "zipf", "hotspot", "model"]
 DEFAULT_RANKS = 2
 LIST_KEYS = (
     *("backends", "dispatch_dtype", "parts", "tokens_per_rank", "hidden_size", "num_experts"),
-    *("top_k", "moe_intermediate_size", "dtype", "routing"),
+    *("top_k", "moe_intermediate_size", "dtype", "quantization", "routing"),
 )
+# Schemes that ask for a group size.
+_INTEGER = (str(WeightScheme.INT4), str(WeightScheme.INT8))
 
 
 def _as_list(value: Any) -> Any:
@@ -60,7 +63,9 @@ class BenchConfig(StrictModel):
     of with its reason. dispatch_dtype: each backend is measured with each. mode: graph replays
     CUDA graphs for those backends that can be captured.
     max_tokens_per_rank: what buffers are built for; None: the largest of tokens_per_rank.
-    tokens_per_rank .. routing: every combination is a case. routing `model`: the layer's router.
+    tokens_per_rank .. routing: every combination is a case. quantization: of the routed experts,
+    a scheme's name, and with fp8_block of the shared expert; group_size: of those in int4 and int8.
+    routing `model`: the layer's router.
     num_shared_experts: 0: none. rounds: in each, every backend is measured once. iterations: timed
     calls (or replays) in a round. warmup: calls before the first round.
     """
@@ -79,6 +84,8 @@ class BenchConfig(StrictModel):
     moe_intermediate_size: Several[Positive] = (512,)
     num_shared_experts: int = Field(default=1, ge=0)
     dtype: Several[Literal["float32", "bfloat16", "float16"]] = ("bfloat16",)
+    quantization: Several[str] = (str(WeightScheme.NONE),)
+    group_size: int | None = Field(default=None, strict=True)
     routing: Several[RoutingKind] = ("random",)
     max_tokens_per_rank: int | None = Field(default=None, gt=0)
     rounds: int = Field(default=5, gt=0)
@@ -104,13 +111,24 @@ class BenchConfig(StrictModel):
             raise ValueError(
                 "parts (shared) has nothing to measure: num_shared_experts is 0; set it to 1"
             )
+        if self.group_size is not None and not set(_INTEGER) & set(self.quantization):
+            raise ValueError(
+                f"group_size ({self.group_size}) is of {' and '.join(_INTEGER)}, and quantization "
+                f"is {', '.join(self.quantization)}; drop it"
+            )
         list(self.layers())
         return self
 
     def layers(self) -> Iterator[MoEConfig]:
-        """The layer of every combination of sizes and dtype."""
-        sizes = (self.dtype, self.hidden_size, self.num_experts, self.top_k)
-        for dtype, hidden, num_experts, top_k, width in product(*sizes, self.moe_intermediate_size):
+        """The layer of every combination of sizes, dtype and quantization."""
+        sizes = (self.hidden_size, self.num_experts, self.top_k, self.moe_intermediate_size)
+        kinds = (self.dtype, self.quantization)
+        for dtype, scheme, hidden, num_experts, top_k, width in product(*kinds, *sizes):
+            stored: Any = scheme
+            if scheme in _INTEGER:
+                stored = {"weight": scheme, "group_size": self.group_size}
+            has_fp8_shared = scheme == WeightScheme.FP8_BLOCK and self.num_shared_experts > 0
+            of_shared: Any = scheme if has_fp8_shared else None
             yield MoEConfig(
                 hidden_size=hidden,
                 moe_intermediate_size=width,
@@ -118,6 +136,8 @@ class BenchConfig(StrictModel):
                 top_k=top_k,
                 num_shared_experts=self.num_shared_experts,
                 dtype=dtype,
+                quantization=stored,
+                shared_quantization=of_shared,
             )
 
     def parallel(self, candidate: Candidate | None = None) -> ParallelConfig:

@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
 from ep_runtime.all2all.base import BackendShape, ExpertPlacement, RoutedTokens
 from ep_runtime.config import MoEConfig
 from ep_runtime.kernels.base import Routing
+from ep_runtime.kernels.quant.scheme import QuantScheme
+from ep_runtime.kernels.quant.storage import stored_shapes
 from ep_runtime.launch.bench_config import BenchConfig
 from ep_runtime.launch.workload import make_routing, make_rows
 
@@ -33,6 +36,7 @@ class Case:
             "top_k": moe.top_k,
             "moe_intermediate_size": moe.moe_intermediate_size,
             "dtype": moe.dtype,
+            "quantization": str(moe.quantization.weight),
             "routing": self.routing,
         }
 
@@ -116,7 +120,7 @@ def link_bytes(loads: Sequence[Load], row_bytes: int) -> int:
 def experts_bytes(loads: Sequence[Load], moe: MoEConfig, shape: BackendShape) -> int:
     """Bytes of the busiest rank's experts a call: weights hit, rows in and out, each once."""
     itemsize, placement = moe.torch_dtype.itemsize, shape.placement
-    per_expert = expert_elements(moe, moe.moe_intermediate_size) * itemsize
+    per_expert = expert_weight_bytes(moe)
     in_and_out = shape.sent_row_bytes + moe.hidden_size * itemsize
     most = 0.0
     for rank in range(placement.ep_size):
@@ -130,10 +134,27 @@ def experts_bytes(loads: Sequence[Load], moe: MoEConfig, shape: BackendShape) ->
 
 
 def shared_bytes(case: Case) -> int:
-    """Bytes of the shared expert a call: its weights, rows in and out, each once."""
+    """Bytes of the shared expert a call: its weights as stored, rows in and out, each once."""
     moe = case.moe
-    elements = expert_elements(moe, moe.shared_intermediate_size)
-    return (elements + case.tokens_per_rank * 2 * moe.hidden_size) * moe.torch_dtype.itemsize
+    weights = _weight_bytes(moe, moe.shared_intermediate_size, moe.shared_quantization)
+    return weights + case.tokens_per_rank * 2 * moe.hidden_size * moe.torch_dtype.itemsize
+
+
+def expert_weight_bytes(moe: MoEConfig) -> int:
+    """Bytes of w13 and w2 of a routed expert as its scheme stores them, scales included."""
+    return _weight_bytes(moe, moe.moe_intermediate_size, moe.quantization)
+
+
+def _weight_bytes(moe: MoEConfig, width: int, scheme: QuantScheme) -> int:
+    hidden = moe.hidden_size
+    if not scheme.is_quantised:
+        return expert_elements(moe, width) * moe.torch_dtype.itemsize
+    parts = 2 if moe.experts_activation().is_gated else 1
+    num_bytes = 0
+    for rows, columns, num_parts in ((parts * width, hidden, parts), (hidden, width, 1)):
+        shapes = stored_shapes(scheme, rows, columns, num_parts=num_parts, dtype=moe.torch_dtype)
+        num_bytes += sum(prod(one.shape) * one.dtype.itemsize for one in shapes.values())
+    return num_bytes
 
 
 def expert_elements(moe: MoEConfig, width: int) -> int:

@@ -150,10 +150,12 @@ def command_line(config: BenchConfig) -> str:
 
 
 def varied_keys(record: dict[str, Any]) -> list[str]:
-    """The keys besides tokens_per_rank in which a record's cases of one candidate differ."""
+    """The keys besides tokens_per_rank in which a record's cases of one candidate differ; records
+    had no quantization once."""
     of_candidates = ("backends", "dispatch_dtype", "parts", "tokens_per_rank")
     keys = [key for key in LIST_KEYS if key not in of_candidates]
-    return [key for key in keys if len(record["requested"][key]) > 1]
+    requested = {"quantization": (), **record["requested"]}
+    return [key for key in keys if len(requested[key]) > 1]
 
 
 def label_of(entry: dict[str, Any]) -> str:

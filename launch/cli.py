@@ -102,6 +102,10 @@ def bench(
     moe_intermediate_size: Annotated[str | None, typer.Option(help="List.")] = None,
     num_shared_experts: Annotated[int | None, typer.Option(help="0: none.")] = None,
     dtype: Annotated[str | None, typer.Option(help="List of float32, bfloat16, float16.")] = None,
+    quantization: Annotated[
+        str | None, typer.Option(help="List of schemes of the routed experts; default: none.")
+    ] = None,
+    group_size: Annotated[int | None, typer.Option(help="Of int4 and int8.")] = None,
     routing: Annotated[
         str | None, typer.Option(help="List of balanced, random, zipf, hotspot, model.")
     ] = None,

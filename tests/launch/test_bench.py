@@ -12,6 +12,7 @@ import torch
 from ep_runtime.all2all.base import BackendShape
 from ep_runtime.config import MoEConfig
 from ep_runtime.distributed import EPContext
+from ep_runtime.kernels.errors import ConfigError
 from ep_runtime.kernels.interpreter import is_interpreting
 from ep_runtime.kernels.quant.scheme import RowScheme
 from ep_runtime.launch.bench_config import BenchConfig, Candidate, load_bench_config
@@ -367,10 +368,54 @@ def test_one_backend_is_measured_with_each_dispatch_dtype_side_by_side() -> None
     assert record["passed"]
 
 
+def test_experts_are_measured_as_each_scheme_stores_them() -> None:
+    config = BenchConfig(
+        ranks=2,
+        device="cpu",
+        backends=("naive", "all_to_all"),
+        experts="reference",
+        parts=("experts", "shared", "layer"),
+        tokens_per_rank=(3,),
+        hidden_size=(256,),
+        num_experts=(4,),
+        top_k=(4,),
+        moe_intermediate_size=(128,),
+        quantization=("none", "fp8_block", "int4_w4a16"),
+        group_size=64,
+        rounds=1,
+        iterations=1,
+        warmup=1,
+    )
+    record = run_ranks(measure, config.parallel(), config, timeout=120)[0]
+    assert record["passed"]
+    of_naive = [e for e in record["cases"] if (e["backend"], e["part"]) == ("naive", "experts")]
+    assert [e["quantization"] for e in of_naive] == ["none", "fp8_block", "int4_w4a16"]
+    # Two experts a rank, each hit: three matrices of 256 x 128, and 6 rows in and out in bfloat16.
+    rows = 6 * 2 * 256 * 2
+    elements = 3 * 256 * 128
+    in_fp8 = elements + 4 * (3 * 2)
+    in_int4 = elements // 2 + 2 * elements // 64
+    expected = [2 * each + rows for each in (2 * elements, in_fp8, in_int4)]
+    assert [e["bytes"] for e in of_naive] == expected
+    # The shared expert is stored as the routed ones in fp8_block alone; 3 rows in and out.
+    of_shared = [e for e in record["cases"] if (e["backend"], e["part"]) == ("naive", "shared")]
+    rows = 3 * 2 * 256 * 2
+    assert [e["bytes"] for e in of_shared] == [
+        2 * elements + rows,
+        in_fp8 + rows,
+        2 * elements + rows,
+    ]
+
+
+def test_a_group_size_without_a_scheme_that_has_one_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"group_size \(64\) is of int4_w4a16 and int8_w8a16"):
+        load_bench_config(None, {"quantization": "fp8_block,mxfp4", "group_size": 64})
+
+
 ENTRY_KEYS = {
     *("backend", "dispatch_dtype", "part", "tokens_per_rank", "hidden_size", "num_experts"),
-    *("top_k", "moe_intermediate_size", "dtype", "routing", "actual", "times_us", "bytes", "gbps"),
-    *("formula", "fraction_of_link", "skip_reason"),
+    *("top_k", "moe_intermediate_size", "dtype", "quantization", "routing", "actual", "times_us"),
+    *("bytes", "gbps", "formula", "fraction_of_link", "skip_reason"),
 }
 
 
