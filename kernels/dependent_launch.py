@@ -33,8 +33,9 @@ def ordinary_launches() -> Iterator[None]:
 
     For calls on kernels/hopper_packed_gemm.py. On an H200, graphs of such calls of 2 to 8 rows
     ended in an illegal memory access, most within a thousand calls, also where that GEMM's launches
-    alone were ordinary; none of 7,200 calls did so where all of a call's were. Why is not known:
-    one by one, and under compute-sanitizer, nothing is found (docs/performance.md).
+    alone were ordinary; none of 7,200 calls of one process did so where all of a call's were. Why
+    is not known, nor is that proof: one by one, and under compute-sanitizer, nothing is found
+    (docs/performance.md).
     """
     token = _are_ordinary.set(True)
     try:
