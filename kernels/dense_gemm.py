@@ -29,9 +29,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ep_runtime.kernels.activation import apply_activation
 from ep_runtime.kernels.base import Activation
 from ep_runtime.kernels.dependent_launch import await_predecessor, launch_options
-from ep_runtime.kernels.grouped_gemm import GemmRows, activate
+from ep_runtime.kernels.grouped_gemm import GemmRows, activate, dot_rows
 from ep_runtime.kernels.interpreter import is_interpreting, prepare_launch
-from ep_runtime.kernels.quant.fp8_rows import num_groups, quantize_group, quantize_rows_reference
+from ep_runtime.kernels.quant.fp8_rows import (
+    lines_of_block,
+    num_groups,
+    quantize_group,
+    quantize_rows_reference,
+)
 
 
 @dataclass(frozen=True)
@@ -159,15 +164,6 @@ def activate_splits_reference(splits: Tensor, activation: Activation, *, out: Ge
 
 
 @triton.jit
-def _dot(x, w, SWAP_OPERANDS: tl.constexpr):
-    """x [M, K] @ w [N, K].T, or its transpose."""
-    if SWAP_OPERANDS:
-        return tl.dot(w, x.T, input_precision="ieee")
-    else:
-        return tl.dot(x, w.T, input_precision="ieee")
-
-
-@triton.jit
 def _scales_at(
     x_scale_ptrs,  # [BLOCK_M]
     stride_group,
@@ -257,7 +253,7 @@ def _multiply_kernel(
             )
             x_block = x.load([tile * BLOCK_M, step * BLOCK_K])
             w_block = w.load([first_row, step * BLOCK_K])
-            result += _dot(x_block, w_block, SWAP_OPERANDS) * scales
+            result += dot_rows(x_block, w_block, SWAP_OPERANDS) * scales
             scales = next_scales
     else:
         for step in range(first_step, end_step):
@@ -298,14 +294,7 @@ def _activate_splits_kernel(
 ):
     """One program a block of rows and of groups; a line is 128 columns of one row."""
     await_predecessor(IS_DEPENDENT)
-    num_groups = tl.cdiv(width, 128)
-    num_blocks = tl.cdiv(num_groups, BLOCK_GROUPS)
-    block = tl.program_id(0)
-    lines = tl.arange(0, BLOCK_ROWS * BLOCK_GROUPS)
-    rows = (block // num_blocks).to(tl.int64) * BLOCK_ROWS + lines // BLOCK_GROUPS
-    groups = block % num_blocks * BLOCK_GROUPS + lines % BLOCK_GROUPS
-    columns = groups[:, None] * 128 + tl.arange(0, 128)[None, :]
-    is_line = (rows < num_rows) & (groups < num_groups)
+    rows, groups, columns, is_line = lines_of_block(num_rows, width, BLOCK_ROWS, BLOCK_GROUPS)
     mask = is_line[:, None] & (columns < width)
     row_size = 2 * width if IS_GATED else width
     gate_ptrs = splits_ptr + rows[:, None] * row_size + columns

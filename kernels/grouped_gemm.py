@@ -260,7 +260,7 @@ def item_at(item, num_tiles, num_blocks, GROUP_TILES: tl.constexpr):
 
 
 @triton.jit
-def _multiply(x, w, SWAP_OPERANDS: tl.constexpr):
+def dot_rows(x, w, SWAP_OPERANDS: tl.constexpr):
     """x [M, K] @ w [N, K].T, or its transpose."""
     if SWAP_OPERANDS:
         return tl.dot(w, x.T, input_precision="ieee")
@@ -407,10 +407,10 @@ def _project_gate_up_kernel(
                     gate_scales = row_scales * tl.load(gate_scale_ptr + group)
                     if is_gated:
                         up_scales = row_scales * tl.load(up_scale_ptr + group)
-                product = _multiply(x, w_gate, SWAP_OPERANDS)
+                product = dot_rows(x, w_gate, SWAP_OPERANDS)
                 gate += product * _by_row(gate_scales, SWAP_OPERANDS)
                 if is_gated:
-                    product = _multiply(x, w_up, SWAP_OPERANDS)
+                    product = dot_rows(x, w_up, SWAP_OPERANDS)
                     up += product * _by_row(up_scales, SWAP_OPERANDS)
             x_ptrs += BLOCK_K * stride_x_col
         if SWAP_OPERANDS:
@@ -500,7 +500,7 @@ def _project_down_kernel(
                 scales = tl.load(x_scale_ptrs + group * stride_x_scales_group)
                 if WEIGHT_SCALES == "block":
                     scales *= tl.load(w2_scale_ptr + group)
-                product = _multiply(rows, w, SWAP_OPERANDS)
+                product = dot_rows(rows, w, SWAP_OPERANDS)
                 result += product * _by_row(scales, SWAP_OPERANDS)
         if SWAP_OPERANDS:
             result = result.T

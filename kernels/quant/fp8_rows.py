@@ -108,6 +108,20 @@ def quantize_group(x):
     return values, tl.div_rn(amax, 448.0)
 
 
+@triton.jit
+def lines_of_block(num_rows, num_columns, BLOCK_ROWS: tl.constexpr, BLOCK_GROUPS: tl.constexpr):
+    """This program's lines, each a group of 128 columns of one row: their rows (int64), groups,
+    columns [LINES, 128], and which there are. Programs take blocks of groups, then of rows."""
+    num_groups = tl.cdiv(num_columns, 128)
+    num_blocks = tl.cdiv(num_groups, BLOCK_GROUPS)
+    block = tl.program_id(0)
+    lines = tl.arange(0, BLOCK_ROWS * BLOCK_GROUPS)
+    rows = (block // num_blocks).to(tl.int64) * BLOCK_ROWS + lines // BLOCK_GROUPS
+    groups = block % num_blocks * BLOCK_GROUPS + lines % BLOCK_GROUPS
+    columns = groups[:, None] * 128 + tl.arange(0, 128)[None, :]
+    return rows, groups, columns, (rows < num_rows) & (groups < num_groups)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _quantize_rows_kernel(
     rows_ptr,  # [R, H]
@@ -127,14 +141,7 @@ def _quantize_rows_kernel(
 ):
     """One program a block of rows and of groups; a line is one group of one row."""
     await_predecessor(IS_DEPENDENT)
-    num_groups = tl.cdiv(hidden_size, 128)
-    num_blocks = tl.cdiv(num_groups, BLOCK_GROUPS)
-    block = tl.program_id(0)
-    lines = tl.arange(0, BLOCK_ROWS * BLOCK_GROUPS)
-    rows = (block // num_blocks).to(tl.int64) * BLOCK_ROWS + lines // BLOCK_GROUPS
-    groups = block % num_blocks * BLOCK_GROUPS + lines % BLOCK_GROUPS
-    columns = groups[:, None] * 128 + tl.arange(0, 128)[None, :]
-    is_line = (rows < num_rows) & (groups < num_groups)
+    rows, groups, columns, is_line = lines_of_block(num_rows, hidden_size, BLOCK_ROWS, BLOCK_GROUPS)
     mask = is_line[:, None] & (columns < hidden_size)
     columns = columns.to(tl.int64)
     x_ptrs = rows_ptr + rows[:, None] * stride_rows_row + columns * stride_rows_col
