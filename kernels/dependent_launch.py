@@ -9,44 +9,22 @@ Successors come only when every program of the grid runs, so they take no place 
 A successor that is launched in the ordinary way waits as ever. A foreign kernel that is launched in
 this way and does not wait would break that for all behind it: none may come into such a chain.
 
-Only on sm_90 and later, where the hardware has it, and not within `ordinary_launches`.
+Only on sm_90 and later, where the hardware has it.
 """
 
 # Triton kernels carry no Python types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
-_are_ordinary: ContextVar[bool] = ContextVar("launches are ordinary", default=False)
-
-
-@contextmanager
-def ordinary_launches() -> Iterator[None]:
-    """Within it no launch is dependent.
-
-    For calls on kernels/hopper_packed_gemm.py. On an H200, graphs of such calls of 2 to 8 rows
-    ended in an illegal memory access, most within a thousand calls, also where that GEMM's launches
-    alone were ordinary; none of 7,200 calls of one process did so where all of a call's were. Why
-    is not known, nor is that proof: one by one, and under compute-sanitizer, nothing is found
-    (docs/performance.md).
-    """
-    token = _are_ordinary.set(True)
-    try:
-        yield
-    finally:
-        _are_ordinary.reset(token)
-
 
 def launch_options(device: torch.device) -> dict[str, bool]:
     """Keyword arguments of a launch whose kernel begins with `await_predecessor(IS_DEPENDENT)`."""
-    if _are_ordinary.get() or not _has_dependent_launch(device):
+    if not _has_dependent_launch(device):
         return {"IS_DEPENDENT": False}
     return {"IS_DEPENDENT": True, "launch_pdl": True}
 

@@ -29,7 +29,12 @@ from ep_runtime.kernels.hopper_packed_products import (
     multiply_scaling_sums,
     stages_at_a_time,
 )
-from ep_runtime.kernels.hopper_tiles import finish_columns, locate_pair, next_stage
+from ep_runtime.kernels.hopper_tiles import (
+    allocate_barriers,
+    finish_columns,
+    locate_pair,
+    next_stage,
+)
 
 # What sums of products with e2m1 weights lack: their bits are values times 2^-126.
 E2M1_SUMS = gl.constexpr(2.0**126 / E2M1_SCALE)
@@ -409,13 +414,7 @@ def project_packed_kernel(
     x_stages = gl.allocate_shared_memory(DTYPE, [STAGES * CHUNKS, HEIGHT, 64], X_LAYOUT)
     word_boxes = gl.allocate_shared_memory(gl.int32, [STAGES, B, 4 * CHUNKS, 256], words.layout)
     factor_boxes = gl.allocate_shared_memory(DTYPE, FACTOR_BOXES, factors.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(turn, count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=FULL_COUNT)
-        mbarrier.init(empty.index(i), count=C)
+    full, empty, turn = allocate_barriers(STAGES, FULL_COUNT, C)
     fence_async_shared()
     await_predecessor(IS_DEPENDENT)
     word_stages = word_boxes._reinterpret(gl.int16, [STAGES * B * CHUNKS * 2, 32, 32], PLAIN)

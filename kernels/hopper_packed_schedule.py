@@ -5,14 +5,12 @@ Triton kernels (kernels/packed_gemm.py), from the repacking at load on.
 """
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 
 from ep_runtime.kernels.base import ExpertsShape
-from ep_runtime.kernels.dependent_launch import ordinary_launches
 from ep_runtime.kernels.errors import PlanError
 from ep_runtime.kernels.hopper_packed_gemm import HEIGHTS, PARTS_DTYPE, columns_of_part
 from ep_runtime.kernels.hopper_packed_gemm import HopperPackedSchedule as Schedule
@@ -53,12 +51,6 @@ class HopperPackedExpertsTiles:
                 f"split_k ({self.gate_up.split_k} and {self.down.split_k}) is for the second "
                 f"projection of packed weights; unpacks is {self.unpacks}"
             )
-
-
-def launches_of(tiles: object) -> AbstractContextManager[None]:
-    """How a call with such tiles launches: `ordinary_launches` on the packed GEMM."""
-    is_hopper_packed = isinstance(tiles, HopperPackedExpertsTiles)
-    return ordinary_launches() if is_hopper_packed else nullcontext()
 
 
 def takes_hopper_packed(shape: ExpertsShape, device: torch.device) -> bool:

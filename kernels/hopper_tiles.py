@@ -126,6 +126,26 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def allocate_barriers(STAGES: gl.constexpr, FULL_COUNT: gl.constexpr, EMPTY_COUNT: gl.constexpr):
+    """The barriers full [STAGES, 1], empty [STAGES + 1, 1] and turn [1], set up; turn is the last
+    of empty.
+
+    On its own, turn would be dead as soon as it is set up where no consumer is given it, and Triton
+    would put what the partitions are given into its memory. A barrier's memory must not be used for
+    anything else before `mbarrier.inval` (PTX), and does not bear it: when the GPU turned to
+    another process and back, the barrier's word stood in the place of the number of tiles.
+    """
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
+    turn = empty.index(STAGES)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=FULL_COUNT)
+        mbarrier.init(empty.index(i), count=EMPTY_COUNT)
+    mbarrier.init(turn, count=1)
+    return full, empty, turn
+
+
+@gluon.jit
 def allocate_stages(
     w_desc, STAGES: gl.constexpr, NUM_HALVES: gl.constexpr, FULL_COUNT: gl.constexpr
 ):
@@ -137,13 +157,7 @@ def allocate_stages(
     w_shape: gl.constexpr = [STAGES * NUM_HALVES] + w_desc.block_shape  # noqa: RUF005
     x_stages = gl.allocate_shared_memory(dtype, x_shape, x_layout)
     w_stages = gl.allocate_shared_memory(dtype, w_shape, w_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=FULL_COUNT)
-        mbarrier.init(empty.index(i), count=2)
-    mbarrier.init(turn, count=1)
+    full, empty, turn = allocate_barriers(STAGES, FULL_COUNT, 2)
     return x_stages, w_stages, full, empty, turn
 
 

@@ -31,7 +31,6 @@ from ep_runtime.kernels.grouped_gemm import GemmRows, project_down, project_gate
 from ep_runtime.kernels.hopper_packed_schedule import (
     HopperPackedExpertsTiles,
     choose_tiles_of_packed,
-    launches_of,
 )
 from ep_runtime.kernels.packed_projections import prepare_packed_weights, project_packed
 from ep_runtime.kernels.packed_schedule import PackedExpertsTiles
@@ -149,7 +148,7 @@ class TritonBatchedExperts(ModularExperts):
         else:
             tiles = choose_tiles(capacity, source_rows, shape, output.device)
         out = output.flatten(0, 1)
-        with workspace.frame(), launches_of(tiles):
+        with workspace.frame():
             aligned = align_batched_rows(
                 expert_input,
                 block_m=tiles.block_m,

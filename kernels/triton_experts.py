@@ -31,7 +31,6 @@ from ep_runtime.kernels.expert_projections import (
 from ep_runtime.kernels.hopper_packed_schedule import (
     HopperPackedExpertsTiles,
     choose_tiles_of_packed,
-    launches_of,
 )
 from ep_runtime.kernels.packed_projections import prepare_packed_weights
 from ep_runtime.kernels.packed_schedule import PackedExpertsTiles
@@ -145,7 +144,7 @@ class TritonExperts(ModularExperts):
             tiles = choose_tiles_of_packed(num_rows, num_source_rows, shape, output.device)
         else:
             tiles = choose_tiles(num_rows, num_source_rows, shape, output.device)
-        with workspace.frame(), launches_of(tiles):
+        with workspace.frame():
             aligned = align_slots(
                 expert_input,
                 num_local_experts=num_experts,

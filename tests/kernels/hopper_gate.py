@@ -59,6 +59,8 @@ CASES = (
     GateCase("gathered: odd chunks, top 1", 264, 104, ActivationKind.SWIGLUOAI, True, top_k=1),
     GateCase("fp8: silu, quantised", 7168, 2048, ActivationKind.SILU, is_fp8=True),
     GateCase("fp8: down", 2048, 7168, is_weighted=True, is_fp8=True),
+    GateCase("nobody leads", 7168, 2048, ActivationKind.SILU, lead_blocks=0),
+    GateCase("fp8: nobody leads", 2048, 7168, is_weighted=True, is_fp8=True, lead_blocks=0),
 )
 
 
@@ -142,6 +144,14 @@ def compile_gluon(kernel: Any, arguments: tuple[Any, ...], keywords: dict[str, A
     return triton.compile(source, target=TARGET, options=options)
 
 
+def dead_barriers(ttgir: str) -> list[str]:
+    """Barriers that are set up and that no partition is given: other things get their memory."""
+    views = dict(re.findall(r"(%\w+) = ttg\.memdesc_index (%\w+)\[", ttgir))
+    barriers = {views.get(name, name) for name in re.findall(r"init_barrier (%\w+)", ttgir)}
+    (given,) = re.findall(r"ttg\.warp_specialize\(([^)]*)\)", ttgir)
+    return sorted(barriers - set(given.split(", ")))
+
+
 def assemble(ptx: str) -> str:
     """What ptxas says of it: spills, registers, warnings."""
     with tempfile.TemporaryDirectory() as folder:
@@ -169,6 +179,7 @@ def main() -> None:
                 "copies_arrive": ptx.count("cp.async.mbarrier.arrive.noinc.shared.b64"),
                 "full_counts": sorted(set(re.findall(r"mbarrier\.init\S+ \S+, (\d+);", ptx))),
                 "proxy_fences": ptx.count("fence.proxy.async"),
+                "dead_barriers": dead_barriers(compiled.asm["ttgir"]),
                 "shared_bytes": compiled.metadata.shared,
                 "num_warps": compiled.metadata.num_warps,
                 "products": sorted(set(products)),

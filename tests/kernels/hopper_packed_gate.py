@@ -24,7 +24,7 @@ from ep_runtime.kernels.hopper_packed_gemm import (
 from ep_runtime.kernels.hopper_packed_layout import HopperWords
 from ep_runtime.kernels.hopper_packed_schedule import HopperPackedExpertsTiles, hopper_packed_tiles
 from ep_runtime.kernels.quant.scheme import QuantScheme, WeightScheme
-from tests.kernels.hopper_gate import assemble, compile_gluon, empty
+from tests.kernels.hopper_gate import assemble, compile_gluon, dead_barriers, empty
 
 NUM_ROWS = 256
 NUM_EXPERTS = 4
@@ -179,6 +179,7 @@ def main() -> None:
                 "products": sorted({kind for kind, _ in products}),
                 "left_in_registers": bool(products) and all(left == "{" for _, left in products),
                 "dependent": ptx.count("griddepcontrol.wait"),
+                "dead_barriers": dead_barriers(compiled.asm["ttgir"]),
                 "shared_bytes": compiled.metadata.shared,
                 "assembler": assemble(ptx),
             }

@@ -343,12 +343,15 @@ def test_it_compiles_for_sm_90_into_what_it_was_written_for() -> None:
         "gathered: odd chunks, top 1": ["st.global.b16"],
         "fp8: silu, quantised": ["st.global.b32", "st.global.v2.b32"],  # a scale; 8 values
         "fp8: down": ["st.global.v4.b32"],
+        "nobody leads": ["st.global.v4.b32"],
+        "fp8: nobody leads": ["st.global.v4.b32"],
     }
     for entry in report:
         products = ["m64n128k32.f32.e4m3"] if entry["is_fp8"] else ["m64n256k16.f32.bf16"]
         assert entry["products"] == products, entry
         assert entry["shared_bytes"] <= MAX_SHARED_BYTES, entry
         assert entry["num_warps"] == 12, entry
+        assert entry["dead_barriers"] == [], entry
         assert "serialized" not in entry["assembler"], entry
         assert " 0 bytes spill stores, 0 bytes spill loads" in entry["assembler"], entry
         assert set(entry["registers"]) >= ({40, 232} if entry["gathers"] else {24, 240}), entry

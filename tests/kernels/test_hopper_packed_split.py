@@ -344,13 +344,14 @@ def test_a_launch_has_items_for_all_parts(
     assert values["num_slots"] == 8 * hopper_packed_gate.NUM_ROWS
 
     gluon_on_cpu(monkeypatch, 0, 1)
-    gl, barriers = (getattr(hopper_packed_kernel, name) for name in ("gl", "mbarrier"))
+    gl: Any = vars(hopper_packed_kernel)["gl"]
     partitions: list[Any] = []
     gl.int16, gl.int32, gl.cdiv = torch.int16, torch.int32, lambda a, b: -(-a // b)
     gl.NVMMASharedLayout = gl.SwizzledSharedLayout = lambda *given: None
     gl.allocate_shared_memory = lambda dtype, shape, layout: Box(*shape)
     gl.warp_specialize = lambda parts, warps, registers: partitions.extend(parts)
-    barriers.MBarrierLayout = barriers.init = lambda *given, **named: None
+    barriers = (Box(schedule.num_stages, 1), Box(schedule.num_stages + 1, 1), Box(1))
+    monkeypatch.setattr(hopper_packed_kernel, "allocate_barriers", lambda *given: barriers)
     for name in ("fence_async_shared", "await_predecessor"):
         monkeypatch.setattr(hopper_packed_kernel, name, lambda *given: None)
     for name in ("words", "factors"):
