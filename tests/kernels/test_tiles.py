@@ -20,6 +20,8 @@ from ep_runtime.kernels.base import (
 )
 from ep_runtime.kernels.errors import ConfigError
 from ep_runtime.kernels.hopper_tiles import HopperSchedule
+from ep_runtime.kernels.packed_schedule import choose_packed_tiles, rule_packed_tiles
+from ep_runtime.kernels.quant.packed_weights import is_packed
 from ep_runtime.kernels.quant.scheme import QuantScheme, WeightScheme
 from ep_runtime.kernels.tile_checks import check_tiles
 from ep_runtime.kernels.tile_tables import (
@@ -239,8 +241,12 @@ def test_a_shipped_table_is_what_a_call_of_its_layers_takes(
         for one in points:
             rows = max(1, round(one.rows_per_expert * layer.num_local_experts))
             expected = rows / layer.num_local_experts
-            wanted = one.tiles or rule_tiles(expected, shape, CUDA)
-            assert choose_tiles(rows, rows, shape, CUDA) == wanted
+            if is_packed(shape.scheme):
+                packed = one.tiles or rule_packed_tiles(expected, shape)
+                assert choose_packed_tiles(rows, rows, shape, CUDA) == packed
+            else:
+                wanted = one.tiles or rule_tiles(expected, shape, CUDA)
+                assert choose_tiles(rows, rows, shape, CUDA) == wanted
 
 
 def shape_of(layer: TunedLayer) -> ExpertsShape:

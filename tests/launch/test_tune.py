@@ -445,7 +445,7 @@ def test_a_small_layers_launches_are_compiled_as_those_of_the_layer() -> None:
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert len(report) == 2 * 15
+    assert len(report) == 2 * 15 + 2  # the latter packed
     for entry in report:
         assert len(entry["of_layer"]) == 2, entry["layer"]
         assert entry["of_small"] == entry["of_layer"], (entry["tiles"], entry["layer"])
