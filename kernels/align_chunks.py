@@ -36,7 +36,7 @@ def block_experts(num_local_experts: int) -> int:
 
 def num_chunks(num_slots: int) -> int:
     """Into how many chunks so many slots are cut; never fewer for more slots."""
-    return max(1, min(triton.cdiv(num_slots, _block_placed()), MAX_PROGRAMS))
+    return max(1, min(-(-num_slots // _block_placed()), MAX_PROGRAMS))
 
 
 def _block_placed() -> int:
