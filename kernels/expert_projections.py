@@ -23,7 +23,6 @@ from ep_runtime.kernels.hopper_gemm import (
     project_down_hopper,
     project_gate_up_hopper,
 )
-from ep_runtime.kernels.hopper_packed_gemm import PARTS_DTYPE
 from ep_runtime.kernels.hopper_packed_schedule import (
     HopperPackedExpertsTiles,
     parts_bytes,
@@ -35,6 +34,7 @@ from ep_runtime.kernels.permute import permute_rows
 from ep_runtime.kernels.quant.fp8_rows import num_groups
 from ep_runtime.kernels.quant.packed_weights import is_packed
 from ep_runtime.kernels.quant.scheme import QuantParameters
+from ep_runtime.kernels.sum_slots import PARTS_DTYPE
 from ep_runtime.kernels.tiles import HOPPER_BLOCK_M, ExpertsTiles
 from ep_runtime.kernels.triton_operands import (
     activated_bytes,
@@ -69,7 +69,9 @@ def project_slots(
 
 def num_parts_of(tiles: ExpertsTiles | PackedExpertsTiles | HopperPackedExpertsTiles) -> int:
     """Rows that `project_slots` leaves for each slot: of the parts that K is split into."""
-    return tiles.down.split_k if isinstance(tiles, HopperPackedExpertsTiles) else 1
+    if isinstance(tiles, HopperPackedExpertsTiles):
+        return tiles.down.split_k
+    return tiles.split_k if isinstance(tiles, PackedExpertsTiles) else 1
 
 
 def projections_bytes(num_rows: int, shape: ExpertsShape, num_positions: int, height: int) -> int:

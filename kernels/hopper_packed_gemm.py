@@ -55,11 +55,10 @@ from ep_runtime.kernels.hopper_packed_layout import (
 )
 from ep_runtime.kernels.hopper_packed_products import stages_at_a_time
 from ep_runtime.kernels.hopper_producer import CHUNK
+from ep_runtime.kernels.sum_slots import PARTS_DTYPE
 
 HEIGHTS = (16, 32, 64, 128)
 _DTYPES = (torch.bfloat16, torch.float16)
-# Of a part's rows. Twice the layer's dtype, of few rows, and parts that cancel lose nothing.
-PARTS_DTYPE = torch.float32
 _REGISTERS = 65536
 # Columns that share the one scale of a row, as the kernel counts groups: more than any row has.
 _WHOLE_ROW = 1 << 30

@@ -12,14 +12,20 @@ import torch
 
 from ep_runtime.kernels.base import ExpertsShape
 from ep_runtime.kernels.errors import PlanError
-from ep_runtime.kernels.hopper_packed_gemm import HEIGHTS, PARTS_DTYPE, columns_of_part
+from ep_runtime.kernels.hopper_packed_gemm import HEIGHTS, columns_of_part
 from ep_runtime.kernels.hopper_packed_gemm import HopperPackedSchedule as Schedule
 from ep_runtime.kernels.hopper_packed_layers import CAPABILITY, suits_hopper_packed
 from ep_runtime.kernels.hopper_packed_layout import CHUNK_COLUMNS
 from ep_runtime.kernels.interpreter import is_interpreting
-from ep_runtime.kernels.packed_schedule import PackedExpertsTiles, choose_packed_tiles
+from ep_runtime.kernels.packed_schedule import (
+    PackedExpertsTiles,
+    choose_packed_tiles,
+    split_bytes,
+    split_down,
+)
 from ep_runtime.kernels.quant.packed_weights import packed_layout
 from ep_runtime.kernels.quant.scheme import QuantScheme, WeightScheme
+from ep_runtime.kernels.sum_slots import PARTS_DTYPE
 from ep_runtime.kernels.tiles import rows_per_expert
 from ep_runtime.kernels.workspace import aligned_bytes
 
@@ -81,7 +87,8 @@ def choose_tiles_of_packed(
     Batched rows are multiplied from packed weights always.
     """
     if not takes_hopper_packed(shape, device):
-        return choose_packed_tiles(num_rows, num_source_rows, shape, device)
+        by_triton = choose_packed_tiles(num_rows, num_source_rows, shape, device)
+        return by_triton if is_batched else split_down(by_triton, shape, num_rows * shape.top_k)
     expected = rows_per_expert(num_rows, num_source_rows, shape)
     num_experts = shape.num_local_experts
     if not is_batched:
@@ -107,11 +114,12 @@ def unpacked_bytes(num_rows: int, shape: ExpertsShape) -> int:
 
 
 def parts_bytes(num_rows: int, shape: ExpertsShape) -> int:
-    """The most that a call of `num_rows` or fewer takes for the rows of parts, where K is split; 0
-    where it never is. Never less for more rows."""
+    """The most that a call of `num_rows` or fewer takes for the rows of parts, where K is split, on
+    any device. Never less for more rows."""
+    num_slots = num_rows * shape.top_k
+    most = split_bytes(num_slots, shape)
     if not suits_hopper_packed(shape):
-        return 0
-    num_slots, most = num_rows * shape.top_k, 0
+        return most
     for num_experts in range(1, min(shape.num_local_experts, num_slots) + 1):
         # So few rows an expert that no row too many forbids it.
         tiles = hopper_packed_tiles(0.0, shape, num_experts)

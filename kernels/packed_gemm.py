@@ -81,17 +81,20 @@ def project_down_packed(
     layout: PackedLayout,
     slot_weights: Tensor | None,
     tiles: PackedTiles,
+    split_k: int = 1,
     out: Tensor,
 ) -> None:
     """`project_down` on packed weights: out[slot of p] = slot's weight * (w2 @ activated[p]).
 
     activated: [P, I] by position, rows a multiple of TMA_ALIGNMENT bytes apart. weights: as
     `pack_weight` leaves them, with this layout. slot_weights: [N] float32 or None. out: [N, H],
-    contiguous, by slot; slots without a local expert stay unwritten. Does not wait for the device.
+    contiguous, by slot; slots without a local expert stay unwritten. With split_k parts it is
+    [N * split_k, H] in PARTS_DTYPE, and row s * split_k + p is slot s's over the p-th part of whole
+    blocks of K, weighted; the bias is in part 0. Does not wait for the device.
     """
     prepare_launch(activated.device)
     intermediate_size, hidden_size = activated.shape[1], out.shape[1]
-    num_items = aligned.max_tiles * triton.cdiv(hidden_size, tiles.block_n)
+    num_items = aligned.max_tiles * triton.cdiv(hidden_size, tiles.block_n) * split_k
     quant = _quant_of(weights.w2_quant)
     project_down_packed_kernel[(max(1, num_items),)](
         aligned.slots,
@@ -110,6 +113,7 @@ def project_down_packed(
         intermediate_size,
         hidden_size,
         BLOCK_M=aligned.block_m,
+        SPLIT=split_k,
         **_tile_constants(layout, tiles),
         **launch_options(out.device),
     )

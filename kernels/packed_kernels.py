@@ -195,7 +195,7 @@ def project_down_packed_kernel(
     global_scales_ptr,  # [E, parts] float32, or None
     bias_ptr,  # [E, H] or None
     slot_weights_ptr,  # [N] or None
-    out_ptr,  # [N, H]
+    out_ptr,  # [N * SPLIT, H]
     intermediate_size,
     hidden_size,
     STORED: tl.constexpr,
@@ -206,18 +206,23 @@ def project_down_packed_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP_TILES: tl.constexpr,
+    SPLIT: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """One item: BLOCK_M positions and BLOCK_N hidden columns."""
+    """One item's part of K: BLOCK_M positions and BLOCK_N hidden columns; a part may be empty."""
     await_predecessor(IS_DEPENDENT)
     num_tiles = tl.load(num_tiles_ptr)
     num_blocks = tl.cdiv(hidden_size, BLOCK_N)
-    item = tl.program_id(0)
+    item = tl.program_id(0) // SPLIT
+    part = tl.program_id(0) % SPLIT
     if item >= num_tiles * num_blocks:
         return
     COLUMNS: tl.constexpr = FIELDS * KW
     SCALES: tl.constexpr = scales_per_block(GROUP, FIELDS, KW)
     last = (tl.cdiv(intermediate_size, COLUMNS) - 1) * COLUMNS  # where the last block begins
+    part_size = tl.cdiv(tl.cdiv(intermediate_size, COLUMNS), SPLIT) * COLUMNS
+    start = part * part_size
+    end = tl.minimum(start + part_size, intermediate_size)
     tile, block = item_at(item, num_tiles, num_blocks, GROUP_TILES)
     expert = tl.load(tile_experts_ptr + tile)
     positions = (tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
@@ -227,8 +232,11 @@ def project_down_packed_kernel(
     result = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     group_ptr = None if GROUP == 0 else scales_ptr
     offsets = expert.to(tl.int64) * num_groups * hidden_size + columns
-    scales = load_scales(group_ptr, offsets, hidden_size, is_column, SCALES)
-    for first in range(0, intermediate_size, COLUMNS):
+    at_start = 0
+    if GROUP > 0:
+        at_start = tl.minimum(start, last) // GROUP * hidden_size
+    scales = load_scales(group_ptr, offsets + at_start, hidden_size, is_column, SCALES)
+    for first in range(start, end, COLUMNS):
         w = load_words(words, first_row, first, STORED, FIELDS, KW)
         rows = _read_block(x, tile * BLOCK_M, first, KW, FIELDS)
         here = 0
@@ -250,11 +258,13 @@ def project_down_packed_kernel(
         result *= tl.load(global_scales_ptr + expert)
     if bias_ptr is not None:
         bias_ptrs = bias_ptr + first_channel + columns
-        result += tl.load(bias_ptrs, mask=is_column, other=0.0).to(tl.float32)[:, None]
+        is_biased = is_column & (part == 0)
+        result += tl.load(bias_ptrs, mask=is_biased, other=0.0).to(tl.float32)[:, None]
     slots = tl.load(slots_ptr + positions)
     is_slot = slots < num_slots
     if slot_weights_ptr is not None:
         result *= tl.load(slot_weights_ptr + slots, mask=is_slot, other=0.0)[None, :]
-    out_ptrs = out_ptr + slots.to(tl.int64)[:, None] * hidden_size + columns[None, :]
+    out_rows = slots.to(tl.int64) * SPLIT + part
+    out_ptrs = out_ptr + out_rows[:, None] * hidden_size + columns[None, :]
     mask = is_slot[:, None] & is_column[None, :]
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty).T, mask=mask)

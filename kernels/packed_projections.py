@@ -96,6 +96,7 @@ def project_packed(
         layout=layout,
         slot_weights=slot_weights,
         tiles=tiles.down,
+        split_k=tiles.split_k,
         out=out,
     )
 

@@ -8,11 +8,21 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ep_runtime.kernels.align_blocks import max_tiles
 from ep_runtime.kernels.base import ExpertsShape
 from ep_runtime.kernels.interpreter import is_interpreting
+from ep_runtime.kernels.quant.packed_weights import packed_layout
 from ep_runtime.kernels.quant.scheme import WeightScheme
+from ep_runtime.kernels.sum_slots import PARTS_DTYPE
 from ep_runtime.kernels.tiles import BLOCK_M_HEIGHTS, rows_per_expert
+from ep_runtime.kernels.workspace import aligned_bytes
 
+# Where items are fewer, K of the second projection is cut into parts: four programs for each
+# multiprocessor of an H100 or H200. Each part has blocks enough to fill a program's stages.
+FULL_PROGRAMS = 528
+MOST_PARTS, MIN_PART_BLOCKS = 4, 8
+# Of workspace: the rows of all parts.
+MAX_PARTS_BYTES = 1 << 22
 # Taller tiles are two accumulators of more registers than a program's threads have to spare.
 PACKED_HEIGHTS = tuple(height for height in BLOCK_M_HEIGHTS if height <= 64)
 
@@ -36,11 +46,16 @@ class PackedTiles:
 
 @dataclass(frozen=True)
 class PackedExpertsTiles:
-    """How a call is cut: block_m positions a tile in both projections, and each one's tiles."""
+    """How a call is cut: block_m positions a tile in both projections, and each one's tiles.
+
+    split_k: parts of K that the second projection's products are cut into, each a row of the result
+    (`project_down_packed`). `split_down` sets it; no table does.
+    """
 
     block_m: int
     gate_up: PackedTiles
     down: PackedTiles
+    split_k: int = 1
 
 
 def choose_packed_tiles(
@@ -60,6 +75,32 @@ def choose_packed_tiles(
     expected = rows_per_expert(num_rows, num_source_rows, shape)
     tuned = None if device is None else tuned_packed_tiles(expected, shape, device)
     return tuned or rule_packed_tiles(expected, shape)
+
+
+def split_down(
+    tiles: PackedExpertsTiles, shape: ExpertsShape, num_slots: int
+) -> PackedExpertsTiles:
+    """The tiles of a call of so many slots, in as many parts as FULL_PROGRAMS are enough for."""
+    num_items = max_tiles(num_slots, shape.num_local_experts, tiles.block_m) * -(
+        -shape.hidden_size // tiles.down.block_n
+    )
+    num_blocks = packed_layout(shape.scheme).num_blocks(shape.intermediate_size)
+    if num_items == 0:
+        return tiles
+    for parts in range(min(MOST_PARTS, FULL_PROGRAMS // num_items), 1, -1):
+        fits = _parts_bytes(parts, num_slots, shape) <= MAX_PARTS_BYTES
+        if fits and num_blocks >= parts * MIN_PART_BLOCKS:
+            return replace(tiles, split_k=parts)
+    return tiles
+
+
+def split_bytes(num_slots: int, shape: ExpertsShape) -> int:
+    """The most that a call of so many slots or fewer takes for the rows of parts."""
+    return min(_parts_bytes(MOST_PARTS, num_slots, shape), MAX_PARTS_BYTES)
+
+
+def _parts_bytes(parts: int, num_slots: int, shape: ExpertsShape) -> int:
+    return aligned_bytes(num_slots * parts * shape.hidden_size * PARTS_DTYPE.itemsize)
 
 
 def rule_packed_tiles(expected: float, shape: ExpertsShape) -> PackedExpertsTiles:

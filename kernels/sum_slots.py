@@ -15,6 +15,9 @@ from ep_runtime.kernels.base import StandardExpertInput
 from ep_runtime.kernels.dependent_launch import await_predecessor, launch_options
 from ep_runtime.kernels.interpreter import is_interpreting, prepare_launch
 
+# Of the rows of parts. Twice the layer's dtype, of few rows, and parts that cancel lose nothing.
+PARTS_DTYPE = torch.float32
+
 
 def sum_slots(
     outputs: Tensor,

@@ -16,7 +16,6 @@ from triton.runtime.jit import JITFunction
 from ep_runtime.kernels.align_blocks import AlignedSlots
 from ep_runtime.kernels.base import Activation, ActivationKind, ExpertsShape
 from ep_runtime.kernels.hopper_packed_gemm import (
-    PARTS_DTYPE,
     HopperPackedSchedule,
     project_down_hopper_packed,
     project_gate_up_hopper_packed,
@@ -24,6 +23,7 @@ from ep_runtime.kernels.hopper_packed_gemm import (
 from ep_runtime.kernels.hopper_packed_layout import HopperWords
 from ep_runtime.kernels.hopper_packed_schedule import HopperPackedExpertsTiles, hopper_packed_tiles
 from ep_runtime.kernels.quant.scheme import QuantScheme, WeightScheme
+from ep_runtime.kernels.sum_slots import PARTS_DTYPE
 from tests.kernels.hopper_gate import assemble, compile_gluon, dead_barriers, empty
 
 NUM_ROWS = 256

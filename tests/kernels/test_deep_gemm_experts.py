@@ -97,17 +97,15 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
     """Of rows and activations quantised alike.
 
     A GPU adds products up in another order. Where that rounds a group's largest activation
-    otherwise, the group's scale moves, and with it each of its e4m3 values by up to half a step on
-    both sides: of one row in ten at most, or of one.
+    otherwise, the group's scale moves, and with it each of its e4m3 values, by up to half a step on
+    both sides: no row by more than that, nor all rows by more than one such row among them.
     """
     limit = TOLERANCES[torch.bfloat16]
-    if actual.device.type == "cpu":
-        assert relative_error(actual, expected) <= limit
-        return
-    pairs = zip(actual.flatten(0, -2), expected.flatten(0, -2), strict=True)
-    errors = [relative_error(*pair) for pair in pairs]
-    assert all(error <= HALF_A_STEP_TWICE for error in errors), errors
-    assert sum(error > limit for error in errors) <= max(1, len(errors) // 10), errors
+    if actual.device.type == "cuda":
+        pairs = list(zip(actual.flatten(0, -2), expected.flatten(0, -2), strict=True))
+        assert all(relative_error(*pair) <= HALF_A_STEP_TWICE for pair in pairs)
+        limit = max(limit, HALF_A_STEP_TWICE / max(1, len(pairs)) ** 0.5)
+    assert relative_error(actual, expected) <= limit
 
 
 # --- the standard format ---

@@ -27,8 +27,8 @@ from ep_runtime.kernels.grouped_gemm import (
     project_gate_up_reference,
 )
 from ep_runtime.kernels.hopper_packed_gemm import (
-    PARTS_DTYPE,
     HopperPackedSchedule,
+    columns_of_part,
     project_down_hopper_packed,
     project_gate_up_hopper_packed,
 )
@@ -43,7 +43,7 @@ from ep_runtime.kernels.packed_schedule import PackedExpertsTiles
 from ep_runtime.kernels.quant.packed_weights import packed_layout
 from ep_runtime.kernels.quant.scheme import QuantScheme, WeightScheme
 from ep_runtime.kernels.reference_experts import ReferenceExperts
-from ep_runtime.kernels.sum_slots import sum_slots
+from ep_runtime.kernels.sum_slots import PARTS_DTYPE, sum_slots
 from ep_runtime.kernels.triton_batched_experts import TritonBatchedExperts
 from ep_runtime.kernels.triton_experts import TritonExperts
 from ep_runtime.kernels.workspace import Workspace
@@ -511,7 +511,8 @@ def test_parts_of_k_equal_their_definitions_and_add_up(
     activated[is_slot] = values.to(device, case.dtype)
     split_k, limit = schedule.split_k, TOLERANCES[case.dtype]
     for weights in (None, expert_input.topk_weights.flatten()):
-        expected = expected_parts(plain, activated, aligned, weights, schedule)
+        columns = columns_of_part(activated.shape[1], schedule, aligned.block_m)
+        expected = expected_parts(plain, activated, aligned, weights, columns, split_k)
         outs = [poisoned(len(expected), case.hidden_size, PARTS_DTYPE) for _ in range(2)]
         for out in outs:
             project_down_hopper_packed(

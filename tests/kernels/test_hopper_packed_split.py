@@ -26,7 +26,6 @@ from ep_runtime.kernels.errors import PlanError
 from ep_runtime.kernels.expert_projections import projections_bytes
 from ep_runtime.kernels.grouped_gemm import GemmRows, project_down_reference
 from ep_runtime.kernels.hopper_packed_gemm import (
-    PARTS_DTYPE,
     HopperPackedSchedule,
     columns_of_part,
     project_down_hopper_packed,
@@ -41,7 +40,7 @@ from ep_runtime.kernels.hopper_packed_schedule import (
 )
 from ep_runtime.kernels.packed_projections import project_packed
 from ep_runtime.kernels.quant.scheme import QuantScheme
-from ep_runtime.kernels.sum_slots import sum_slots, sum_slots_reference
+from ep_runtime.kernels.sum_slots import PARTS_DTYPE, sum_slots, sum_slots_reference
 from ep_runtime.kernels.triton_experts import TritonExperts
 from ep_runtime.kernels.triton_operands import activated_bytes
 from ep_runtime.kernels.workspace import Workspace, aligned_bytes
@@ -151,10 +150,11 @@ def test_the_promise_holds_the_parts_of_every_call_and_never_shrinks(
     assert promises[-1] <= MAX_PARTS_BYTES
 
 
-def test_what_the_packed_gemm_does_not_take_has_no_parts() -> None:
-    assert parts_bytes(1, PackedCase("int8", MIXTRAL, int8()).shape) == 0
-    assert parts_bytes(1, PackedCase("int4", DEEPSEEK, int4()).shape) == 0
-    assert parts_bytes(1, PackedCase("int4", MIXTRAL, int4()).shape) == 2 * 2 * 4096 * 4
+def test_parts_take_what_the_kernels_of_any_device_would_take() -> None:
+    """The Triton kernels at most four rows a slot, within their own limit."""
+    for packed in (PackedCase("int8", MIXTRAL, int8()), PackedCase("int4", MIXTRAL, int4())):
+        assert parts_bytes(1, packed.shape) == 2 * 4 * 4096 * 4
+    assert parts_bytes(1 << 20, PackedCase("int8", MIXTRAL, int8()).shape) == 1 << 22
 
 
 def test_parts_are_whole_stages_and_cover_k() -> None:
@@ -231,7 +231,8 @@ def test_parts_by_their_definition_add_up_and_float32_ones_lose_nothing() -> Non
         len(aligned.slots), 200, generator=torch.Generator().manual_seed(1)
     ).bfloat16()
     plain, weights = case.weights(torch.device("cpu")), expert_input.topk_weights.flatten()
-    parts = expected_parts(plain, activated, aligned, weights, replace(NARROW, split_k=3))
+    columns = columns_of_part(activated.shape[1], replace(NARROW, split_k=3), aligned.block_m)
+    parts = expected_parts(plain, activated, aligned, weights, columns, 3)
     whole = torch.full((aligned.num_slots, 96), torch.nan)
     project_down_reference(GemmRows(activated), plain, aligned, slot_weights=weights, out=whole)
     by_slot = parts.view(aligned.num_slots, 3, 96)

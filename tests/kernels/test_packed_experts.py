@@ -16,6 +16,8 @@ from ep_runtime.kernels.base import (
     StandardExpertInput,
 )
 from ep_runtime.kernels.errors import PlanError
+from ep_runtime.kernels.expert_projections import num_parts_of
+from ep_runtime.kernels.hopper_packed_schedule import choose_tiles_of_packed
 from ep_runtime.kernels.quant.fp8_rows import quantize_rows_reference
 from ep_runtime.kernels.quant.scheme import QuantScheme, WeightScheme
 from ep_runtime.kernels.reference_experts import ReferenceExperts
@@ -115,6 +117,53 @@ def test_a_call_of_another_height_gives_the_same(height: int, device: torch.devi
     tiles = packed_schedule.choose_packed_tiles(num_rows, height - 14, ONE.shape)
     assert tiles.block_m == height
     assert_close(outputs[0], outputs[1])
+
+
+# Of its second projection 2 experts have a block of columns each, over 20 blocks of K in int8.
+FEW_ITEMS = PackedCase(
+    "few_items", ExpertsCase("few_items", 3, 2, 96, 2560, 2, dtype=torch.bfloat16), int8()
+)
+
+
+def test_the_second_projection_of_few_items_is_split(device: torch.device) -> None:
+    expert_input = FEW_ITEMS.case.expert_input(device)
+    assert num_parts_of(choose_tiles_of_packed(3, None, FEW_ITEMS.shape, device)) == 2
+    output = run(TritonExperts(FEW_ITEMS.shape), FEW_ITEMS, expert_input)
+    assert_close(output, reference(FEW_ITEMS, expert_input))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_rows", "block_n", "parts"),
+    [
+        ((8, 4096, 14336, 2), 1, 128, 4),  # 2 experts x 32 blocks of columns, 112 of K
+        ((8, 4096, 14336, 2), 1, 64, 4),
+        ((8, 4096, 14336, 2), 2, 64, 2),
+        ((8, 4096, 14336, 2), 4, 64, 1),
+        ((8, 4096, 14336, 2), 0, 128, 1),
+        ((8, 512, 2048, 2), 1, 128, 2),  # 16 blocks of K, 8 a part
+        ((8, 512, 1920, 2), 1, 128, 1),
+        ((1, 512, 14336, 1), 1 << 11, 128, 1),  # 129 tiles
+        ((1, 128, 14336, 1), 1 << 10, 128, 4),
+        ((1, 128, 14336, 1), 1 << 12, 128, 2),  # 4 MiB
+    ],
+)
+def test_how_many_parts_there_are(
+    sizes: tuple[int, int, int, int], num_rows: int, block_n: int, parts: int
+) -> None:
+    num_experts, hidden, inner, top_k = sizes
+    case = ExpertsCase("", num_rows, num_experts, hidden, inner, top_k, dtype=torch.bfloat16)
+    shape = PackedCase("", case, int8()).shape
+    down = packed_schedule.PackedTiles(block_n, num_warps=4, num_stages=3)
+    tiles = packed_schedule.PackedExpertsTiles(16, down, down)
+    split = packed_schedule.split_down(tiles, shape, num_rows * top_k)
+    assert split == replace(tiles, split_k=parts)
+    num_bytes = num_rows * top_k * hidden * 4 * parts
+    assert parts == 1 or num_bytes <= packed_schedule.split_bytes(num_rows * top_k, shape)
+
+
+def test_batched_rows_are_never_split(device: torch.device) -> None:
+    tiles = choose_tiles_of_packed(3, None, FEW_ITEMS.shape, device, is_batched=True)
+    assert num_parts_of(tiles) == 1
 
 
 def test_rows_from_num_rows_on_are_never_read(device: torch.device) -> None:

@@ -20,6 +20,7 @@ from ep_runtime.kernels.quant.packed_weights import packed_layout
 from ep_runtime.kernels.triton_operands import pack_triton_weights
 from tests.kernels.cases import ExpertsCase
 from tests.kernels.packed_cases import MXFP4, NVFP4, PackedCase, int4, int8
+from tests.kernels.packed_parts import expected_parts
 from tests.tolerances import relative_error
 
 # Blocks of columns that divide nothing either, and more than one group of tiles.
@@ -98,6 +99,24 @@ def test_packed_projections_equal_their_definitions(
     project_down_packed(activated, words, aligned, layout=layout, tiles=tiles, out=out, **arguments)
     project_down_reference(GemmRows(activated), plain, aligned, out=expected, **arguments)
     assert_only_slots_and_close(out, expected)
+
+    # In parts; of some cases the last is empty.
+    blocks = layout.num_blocks(case.intermediate_size)
+    for split_k in {2, min(blocks, 3)} - {1}:
+        columns = -(-blocks // split_k) * layout.columns_per_block
+        expected = expected_parts(plain, activated, aligned, slot_weights, columns, split_k)
+        out = poisoned(len(expected), case.hidden_size, device)
+        project_down_packed(
+            activated,
+            words,
+            aligned,
+            layout=layout,
+            tiles=tiles,
+            split_k=split_k,
+            out=out,
+            **arguments,
+        )
+        assert_only_slots_and_close(out, expected)
 
 
 def assert_only_slots_and_close(out: Tensor, expected: Tensor) -> None:
