@@ -41,7 +41,7 @@ def times_table(records: Sequence[Mapping[str, Any]], name: str) -> TimesTable:
         raise ConfigError(
             "no cell of the records has right times of two of this project's kernels; measure "
             f"--tables {','.join(_TABLES_OF_BOTH)} with --implementations {','.join(_BOTH)}, where "
-            f"vLLM's Marlin is installed (the committed records were measured without {_BOTH[1]})"
+            f"vLLM's Marlin is installed"
         )
     return TimesTable(
         name=name,

@@ -6,7 +6,7 @@ measured one that is nearest to it in log distance, if no size is more than MAX_
 with the same storage and dtype; of its points those up to the layer's max_tokens_per_rank. So the
 choice depends on configuration and files alone, and is the same on every rank.
 
-Shipped tables are kernels/tuned/experts/*.json (none so far), made from records of
+Shipped tables are kernels/tuned/experts/*.json, made from records of
 benchmarks/experts_peers.py by its command `kernel-times`. A user's own come first:
 `register_kernel_times`.
 """

@@ -30,7 +30,8 @@ NUMBERS = [1, 2, 0, 3]
 BLOCK_T, BLOCK_N, STEP = 16, 64, 256
 
 
-@triton.jit
+# As the products get them, loaded: not told apart where they are 1.
+@triton.jit(do_not_specialize=["number", "block", "first", "last"])
 def _gate_up_kernel(
     x_ptr,
     words,
@@ -75,7 +76,7 @@ def _gate_up_kernel(
     tl.store(out_ptr + BLOCK_N * BLOCK_T + inside, up)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["active_nvfp4", "block", "first", "last"])
 def _down_kernel(
     activated_ptr,
     list_ptr,
