@@ -33,7 +33,7 @@ from ep_runtime.all2all.base import (
     RoutedTokens,
 )
 from ep_runtime.all2all.collectives import Collective, host_device, start_all_to_all
-from ep_runtime.all2all.expert_ids import look_up
+from ep_runtime.all2all.expert_ids import IdTable
 from ep_runtime.all2all.routing_message import pack_routing, unpack_routing
 from ep_runtime.kernels.base import (
     Concurrency,
@@ -163,12 +163,13 @@ class AllToAllBackend:
     def __init__(self, group: EPGroup, shape: BackendShape) -> None:
         self._group = group
         placement, device = shape.placement, group.device
-        self._rank_of = torch.tensor(placement.rank_of, dtype=torch.int64, device=device)
-        self._local_id_of = torch.tensor(placement.local_id_of, dtype=torch.int32, device=device)
+        ranks = torch.tensor(placement.rank_of, dtype=torch.int64, device=device)
+        local_ids = torch.tensor(placement.local_id_of, dtype=torch.int32, device=device)
+        self._rank_of, self._local_id_of = IdTable(ranks), IdTable(local_ids)
 
     def prepare(self, tokens: RoutedTokens) -> RowsToSend:
-        rank_of_slot = look_up(self._rank_of, tokens.topk_ids)
-        local_ids = look_up(self._local_id_of, tokens.topk_ids)
+        rank_of_slot = self._rank_of.look_up(tokens.topk_ids)
+        local_ids = self._local_id_of.look_up(tokens.topk_ids)
         num_rows, size = tokens.hidden_states.shape[0], self._group.size
         # Column `size` takes the slots that go nowhere.
         is_needed = torch.zeros(

@@ -42,7 +42,6 @@ from ep_runtime.all2all.deepep_package import (
     padded,
     refuse_unfit_shape,
 )
-from ep_runtime.all2all.expert_ids import look_up
 from ep_runtime.kernels.base import (
     Concurrency,
     ConcurrencyRule,
@@ -166,7 +165,7 @@ class DeepEPHighThroughputBackend:
 
     def prepare(self, tokens: RoutedTokens) -> PaddedTokens:
         if self._numbers is not None:
-            tokens = replace(tokens, topk_ids=look_up(self._numbers, tokens.topk_ids))
+            tokens = replace(tokens, topk_ids=self._numbers.look_up(tokens.topk_ids))
         return pad_tokens(tokens, self._hidden_size)
 
     def dispatch(self, prepared: PaddedTokens) -> PendingDispatch:

@@ -48,7 +48,6 @@ from ep_runtime.all2all.deepep_package import (
     padded,
     refuse_unfit_shape,
 )
-from ep_runtime.all2all.expert_ids import look_up
 from ep_runtime.kernels.base import (
     BatchedExpertInput,
     Concurrency,
@@ -207,7 +206,7 @@ class DeepEPLowLatencyBackend:
             )
         ids, weights = tokens.topk_ids, tokens.topk_weights
         if self._numbers is not None:
-            ids = look_up(self._numbers, ids)
+            ids = self._numbers.look_up(ids)
         if ids.numel() > self._max_rows:
             ids, weights = fold_equal_ids(ids, weights)
         numbered = replace(tokens, topk_ids=ids, topk_weights=weights)

@@ -26,6 +26,7 @@ from ep_runtime.all2all.base import (
     RoutedTokens,
     shape_fault,
 )
+from ep_runtime.all2all.expert_ids import IdTable
 from ep_runtime.kernels.errors import ConfigError, PlanError
 
 logger = logging.getLogger(__name__)
@@ -91,8 +92,8 @@ def open_buffer(module: ModuleType, group: EPGroup, backend: str, **options: Any
     return buffer
 
 
-def expert_numbers(shape: BackendShape, device: torch.device) -> Tensor | None:
-    """[E] int32: DeepEP's number of each global expert; None where the two are the same.
+def expert_numbers(shape: BackendShape, device: torch.device) -> IdTable | None:
+    """DeepEP's number of each global expert, int32; None where the two are the same.
 
     DeepEP holds expert n on rank n // E_local, as its local expert n % E_local.
     """
@@ -102,7 +103,7 @@ def expert_numbers(shape: BackendShape, device: torch.device) -> Tensor | None:
     numbers = [rank * num_local + local_id for rank, local_id in pairs]
     if numbers == list(range(shape.num_experts)):
         return None
-    return torch.tensor(numbers, dtype=torch.int32, device=device)
+    return IdTable(torch.tensor(numbers, dtype=torch.int32, device=device))
 
 
 @dataclass(frozen=True)

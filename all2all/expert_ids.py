@@ -16,11 +16,16 @@ def local_expert_map(placement: ExpertPlacement, group: EPGroup) -> Tensor:
     return torch.tensor(ids, dtype=torch.int32, device=group.device)
 
 
-def look_up(table: Tensor, topk_ids: Tensor) -> Tensor:
-    """table[topk_ids] where the id is in [0, E), else -1; the shape of topk_ids, table's dtype."""
-    num_experts = table.numel()
-    if num_experts == 0:
-        return torch.full_like(topk_ids, -1, dtype=table.dtype)
-    is_routed = (topk_ids >= 0) & (topk_ids < num_experts)
-    found = table[topk_ids.clamp(0, num_experts - 1).long()]
-    return torch.where(is_routed, found, -1)
+class IdTable:
+    """A value for each global expert id, looked up in two launches.
+
+    table: [E], integers. It is copied, with a -1 behind it for ids that are no expert's.
+    """
+
+    def __init__(self, table: Tensor) -> None:
+        self._values = torch.cat([table, table.new_full((1,), -1)])
+
+    def look_up(self, topk_ids: Tensor) -> Tensor:
+        """table[topk_ids] where the id is in [0, E), else -1; the ids' shape, the table's dtype."""
+        # Index -1 is the last value, as E is.
+        return self._values[topk_ids.clamp(-1, len(self._values) - 1)]

@@ -16,7 +16,7 @@ from ep_runtime.all2all.base import (
     Finished,
     RoutedTokens,
 )
-from ep_runtime.all2all.expert_ids import local_expert_map, look_up
+from ep_runtime.all2all.expert_ids import IdTable, local_expert_map
 from ep_runtime.kernels.base import (
     Concurrency,
     ConcurrencyRule,
@@ -54,12 +54,12 @@ class LocalBackend:
                 f"all2all_backend local needs ep_size 1, got ep_size ({group.size}); use "
                 f"all2all_backend: naive or all_to_all"
             )
-        self._expert_map = local_expert_map(shape.placement, group)
+        self._local_ids = IdTable(local_expert_map(shape.placement, group))
 
     def prepare(self, tokens: RoutedTokens) -> StandardExpertInput:
         return StandardExpertInput(
             hidden_states=tokens.hidden_states.contiguous(),
-            topk_ids=look_up(self._expert_map, tokens.topk_ids),
+            topk_ids=self._local_ids.look_up(tokens.topk_ids),
             topk_weights=tokens.topk_weights.contiguous(),
             num_source_rows=tokens.topk_ids.shape[0],
         )

@@ -28,7 +28,7 @@ from ep_runtime.all2all.base import (
     RoutedTokens,
 )
 from ep_runtime.all2all.collectives import start_all_gather, start_reduce_scatter
-from ep_runtime.all2all.expert_ids import local_expert_map, look_up
+from ep_runtime.all2all.expert_ids import IdTable, local_expert_map
 from ep_runtime.all2all.routing_message import pack_routing, unpack_routing
 from ep_runtime.kernels.base import (
     Concurrency,
@@ -75,7 +75,7 @@ class NaiveBackend:
 
     def __init__(self, group: EPGroup, shape: BackendShape) -> None:
         self._group = group
-        self._expert_map = local_expert_map(shape.placement, group)
+        self._local_ids = IdTable(local_expert_map(shape.placement, group))
 
     def prepare(self, tokens: RoutedTokens) -> PaddedRows:
         num_rows = tokens.hidden_states.shape[0]
@@ -91,7 +91,7 @@ class NaiveBackend:
         topk_ids, topk_weights = unpack_routing(message)
         received = StandardExpertInput(
             hidden_states=self._gather(prepared.hidden_states),
-            topk_ids=look_up(self._expert_map, topk_ids),
+            topk_ids=self._local_ids.look_up(topk_ids),
             topk_weights=topk_weights,
             num_source_rows=topk_ids.shape[0],
         )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.read_experts import ExpertsReader
-from ep_runtime.all2all.expert_ids import look_up
+from ep_runtime.all2all.expert_ids import IdTable
 from ep_runtime.kernels.base import (
     Activation,
     ExpertsShape,
@@ -114,10 +114,11 @@ class CaseRun:
         self.rows, self.logits = layer.make_rows(case)
         self.expert_map = torch.full((case.num_experts,), -1, dtype=torch.int32, device=device)
         self.expert_map[: layer.num_local_experts] = torch.arange(layer.num_local_experts)
+        self.local_ids = IdTable(self.expert_map)
         counts = torch.zeros(layer.num_local_experts, dtype=torch.int64, device=device)
         routing = route_tokens(self.logits, spec, None)
         self.given = StandardExpertInput(
-            self.rows, look_up(self.expert_map, routing.topk_ids), routing.topk_weights
+            self.rows, self.local_ids.look_up(routing.topk_ids), routing.topk_weights
         )
         self._route, self._count = FusedRouting(spec, device), SlotCounter(counts)
         self._triton, self.resident = TritonExperts(shape), ResidentExperts(shape)
@@ -147,7 +148,7 @@ class CaseRun:
 
     def _route_and_run_triton(self, index: int) -> Tensor:
         routing = self._route(self.logits, None)
-        local_ids = look_up(self.expert_map, routing.topk_ids)
+        local_ids = self.local_ids.look_up(routing.topk_ids)
         self._count(local_ids, None)
         given = StandardExpertInput(self.rows, local_ids, routing.topk_weights)
         return self._run_triton(given, index)

@@ -30,7 +30,7 @@ from ep_runtime.all2all.base import (
 )
 from ep_runtime.all2all.collectives import Collective
 from ep_runtime.all2all.comm_stream import CommStream
-from ep_runtime.all2all.expert_ids import look_up
+from ep_runtime.all2all.expert_ids import IdTable
 from ep_runtime.kernels import registry as experts
 from ep_runtime.kernels.base import (
     Concurrency,
@@ -182,7 +182,7 @@ class _Monolithic(MonolithicExperts):
         workspace: Workspace,
     ) -> Tensor:
         routing = route_tokens(router_logits, context.routing, context.correction_bias)
-        local = look_up(context.expert_map, routing.topk_ids)
+        local = IdTable(context.expert_map).look_up(routing.topk_ids)
         here = local >= 0
         index = torch.where(here, local, 0).flatten().long()
         context.tokens_per_expert.scatter_add_(0, index, here.flatten().long())

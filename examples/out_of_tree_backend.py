@@ -29,7 +29,7 @@ from ep_runtime.all2all.base import (
     RoutedTokens,
 )
 from ep_runtime.all2all.collectives import Collective, device_backend
-from ep_runtime.all2all.expert_ids import local_expert_map, look_up
+from ep_runtime.all2all.expert_ids import IdTable, local_expert_map
 from ep_runtime.all2all.routing_message import pack_routing, unpack_routing
 from ep_runtime.kernels.base import ExpertInput, InputFormat, StandardExpertInput
 
@@ -51,7 +51,7 @@ class BroadcastBackend:
 
     def __init__(self, group: EPGroup, shape: BackendShape) -> None:
         self._group = group
-        self._expert_map = local_expert_map(shape.placement, group)
+        self._local_ids = IdTable(local_expert_map(shape.placement, group))
 
     def prepare(self, tokens: RoutedTokens) -> RoutedTokens:
         return tokens
@@ -63,7 +63,7 @@ class BroadcastBackend:
         )
         received = StandardExpertInput(
             hidden_states=self._from_all(prepared.hidden_states, counts),
-            topk_ids=look_up(self._expert_map, topk_ids),
+            topk_ids=self._local_ids.look_up(topk_ids),
             topk_weights=topk_weights,
         )
         return Finished((received, counts))

@@ -26,7 +26,7 @@ from ep_runtime.all2all.base import (
     RoutedTokens,
 )
 from ep_runtime.all2all.collectives import Collective, start_all_gather, start_reduce_scatter
-from ep_runtime.all2all.expert_ids import local_expert_map, look_up
+from ep_runtime.all2all.expert_ids import IdTable, local_expert_map
 from ep_runtime.all2all.naive import NaiveBackend
 from ep_runtime.kernels.base import (
     ActivationKind,
@@ -146,7 +146,7 @@ class BatchedBackend:
 
     def __init__(self, group: EPGroup, shape: BackendShape) -> None:
         self._group, self._shape = group, shape
-        self._local_of = local_expert_map(shape.placement, group)
+        self._local_of = IdTable(local_expert_map(shape.placement, group))
 
     def prepare(self, tokens: RoutedTokens) -> RoutedTokens:
         return tokens
@@ -168,7 +168,7 @@ class BatchedBackend:
 
     def lay_out(self, gathering: _Gathering) -> tuple[ExpertInput, _Layout]:
         rows, ids, weights = gathering.gathered
-        local = look_up(self._local_of, ids)
+        local = self._local_of.look_up(ids)
         num_local = self._shape.placement.num_local_experts(self._group.rank)
         # An expert meets a row once for each of its equal ids.
         batched = rows.new_full((num_local, max(1, ids.numel()), rows.shape[1]), float("nan"))
@@ -262,7 +262,7 @@ class Monolithic(MonolithicExperts):
     ) -> Tensor:
         record("experts")
         routing = route_tokens(router_logits, context.routing, context.correction_bias)
-        local = look_up(context.expert_map, routing.topk_ids)
+        local = IdTable(context.expert_map).look_up(routing.topk_ids)
         for slot in local[local >= 0].tolist():
             context.tokens_per_expert[slot] += 1
         return run_standard_reference(
