@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ep_runtime.kernels import (
     expert_projections,
+    hopper_packed_epilogue,
     hopper_packed_gemm,
     hopper_packed_kernel,
     hopper_packed_schedule,
@@ -422,16 +423,19 @@ def test_the_epilogue_leaves_each_part_in_its_row_and_the_bias_in_the_first(
 ) -> None:
     """Of consumer 1 of two; column block 1, of which the last columns are past the end."""
     gluon_on_cpu(monkeypatch, 0, 1)
+    monkeypatch.setattr(hopper_packed_epilogue, "gl", vars(hopper_packed_kernel)["gl"])
     found: list[Any] = []
-    monkeypatch.setattr(hopper_packed_kernel, "_add_bias", hopper_packed_kernel._add_bias.fn)
-    monkeypatch.setattr(hopper_packed_kernel, "finish_columns", lambda *given: found.append(given))
+    monkeypatch.setattr(hopper_packed_epilogue, "_add_bias", hopper_packed_epilogue._add_bias.fn)
+    monkeypatch.setattr(
+        hopper_packed_epilogue, "finish_columns", lambda *given: found.append(given)
+    )
     width = 64 * slabs
     sums = torch.arange(16.0).view(16, 1).repeat(1, width)
     monkeypatch.setattr(
-        hopper_packed_kernel, "_in_output_order", lambda *given: (plain(sums), plain(sums))
+        hopper_packed_epilogue, "_in_output_order", lambda *given: (plain(sums), plain(sums))
     )
     of_slab = plain(torch.arange(0, 128, 2))
-    monkeypatch.setattr(hopper_packed_kernel, "_columns_of_slab", lambda *given: of_slab)
+    monkeypatch.setattr(hopper_packed_epilogue, "_columns_of_slab", lambda *given: of_slab)
     num_columns, expert, block = 128 * slabs * 2 - 10, 3, 1
     bias = torch.randn(5 * num_columns)
     slots = plain(torch.arange(16).flip(0))
@@ -439,7 +443,7 @@ def test_the_epilogue_leaves_each_part_in_its_row_and_the_bias_in_the_first(
     first = (block * slabs + slabs // 2) * 128
     for part in range(split):
         bias_ptr = Pointer(bias)
-        hopper_packed_kernel._finish.fn(
+        hopper_packed_epilogue.finish_item.fn(
             (torch.zeros(64, 16),) * slabs,
             (slots, "weights"),
             (plain(1), plain(block * split + part)),
