@@ -8,7 +8,7 @@ work. The GEMMs are those of the standard format; rows stay where the backend pu
 import torch
 from torch import Tensor
 
-from ep_runtime.kernels.align_blocks import (
+from ep_runtime.kernels.align_batched import (
     align_batched_rows,
     align_batched_workspace_bytes,
     max_batched_tiles,

@@ -16,12 +16,8 @@ import torch
 import triton
 from torch import Tensor
 
-from ep_runtime.kernels.align_blocks import (
-    AlignedSlots,
-    align_batched_rows,
-    align_slots,
-    max_tiles,
-)
+from ep_runtime.kernels.align_batched import align_batched_rows
+from ep_runtime.kernels.align_blocks import AlignedSlots, align_slots, max_tiles
 from ep_runtime.kernels.base import BatchedExpertInput, StandardExpertInput
 from ep_runtime.kernels.permute import permute_rows
 from ep_runtime.kernels.quant.fp8_rows import num_groups, quantize_rows

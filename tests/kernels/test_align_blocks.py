@@ -6,15 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ep_runtime.kernels import align_blocks, align_chunks
-from ep_runtime.kernels.align_blocks import (
-    AlignedSlots,
+from ep_runtime.kernels.align_batched import (
     align_batched_rows,
     align_batched_rows_reference,
     align_batched_workspace_bytes,
+    max_batched_tiles,
+)
+from ep_runtime.kernels.align_blocks import (
+    AlignedSlots,
     align_slots,
     align_slots_reference,
     align_workspace_bytes,
-    max_batched_tiles,
     max_tiles,
 )
 from ep_runtime.kernels.base import BatchedExpertInput, StandardExpertInput

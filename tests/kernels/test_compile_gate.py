@@ -14,6 +14,7 @@ MAX_SHARED_BYTES = 227 * 1024
 def jit_functions() -> set[str]:
     """Names of all kernels that the triton experts are made of, read from the sources."""
     files = (
+        "align_batched.py",
         "align_blocks.py",
         "align_chunks.py",
         "grouped_gemm.py",

@@ -6,11 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ep_runtime.kernels.align_blocks import (
-    AlignedSlots,
-    align_batched_rows_reference,
-    align_slots_reference,
-)
+from ep_runtime.kernels.align_batched import align_batched_rows_reference
+from ep_runtime.kernels.align_blocks import AlignedSlots, align_slots_reference
 from ep_runtime.kernels.base import BatchedExpertInput, ExpertInput, StandardExpertInput
 from ep_runtime.kernels.interpreter import is_interpreting
 from ep_runtime.kernels.permute import permute_rows, permute_rows_reference

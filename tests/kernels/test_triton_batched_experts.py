@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ep_runtime.kernels.align_blocks import align_batched_rows_reference, max_batched_tiles
+from ep_runtime.kernels.align_batched import align_batched_rows_reference, max_batched_tiles
 from ep_runtime.kernels.base import BatchedExpertInput, ExpertWeights
 from ep_runtime.kernels.errors import PlanError
 from ep_runtime.kernels.grouped_gemm import (
