@@ -1,10 +1,10 @@
 """Experts over the package deep_gemm, for the standard format and its contiguous layout.
 
-Seven launches: align the slots into runs of whole blocks an expert, note each position's expert and
-each slot's position, permute (and quantise) the rows, GEMM, activate and quantise, GEMM; then
-weight and sum. None waits for the device, so a call can be captured into a CUDA graph, after one
-that compiled the GEMMs. Those go over as many positions as any routing could need: in place of the
-ones that it does not, they multiply nothing, but read rows and write zeros.
+Seven launches: align the slots into runs of whole blocks an expert (many in two), note each
+position's expert and each slot's position, permute (and quantise) the rows, GEMM, activate and
+quantise, GEMM; then weight and sum. None waits for the device, so a call can be captured into a
+CUDA graph, after one that compiled the GEMMs. Those go over as many positions as any routing could
+need: in place of the ones that it does not, they multiply nothing, but read rows and write zeros.
 """
 
 import torch

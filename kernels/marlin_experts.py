@@ -1,9 +1,10 @@
 """Experts over the fused Marlin GEMM of an installed package, for the standard format.
 
-Six launches: align the slots into tiles, turn the number of tiles into one of positions, GEMM,
-activate, GEMM, weight and sum. None waits for the device, so a call can be captured into a CUDA
-graph. The GEMMs' sums across programs are taken in a fixed order in float32, so equal inputs give
-bit-equal results. Beside the workspace a GEMM takes at most 35 MB of torch's allocator.
+Six launches: align the slots into tiles (many in two), turn the number of tiles into one of
+positions, GEMM, activate, GEMM, weight and sum. None waits for the device, so a call can be
+captured into a CUDA graph. The GEMMs' sums across programs are taken in a fixed order in float32,
+so equal inputs give bit-equal results. Beside the workspace a GEMM takes at most 35 MB of torch's
+allocator.
 
 A program of the GEMM that shares a block of sums with others waits, holding its multiprocessor,
 until those with higher numbers have added theirs: so the grid must be on the device as a whole. Its

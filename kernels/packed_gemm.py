@@ -14,6 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ep_runtime.kernels.align_blocks import AlignedSlots
 from ep_runtime.kernels.base import Activation, ExpertWeights
 from ep_runtime.kernels.dependent_launch import launch_options
+from ep_runtime.kernels.errors import PlanError
 from ep_runtime.kernels.interpreter import prepare_launch
 from ep_runtime.kernels.packed_kernels import (
     project_down_packed_kernel,
@@ -22,6 +23,7 @@ from ep_runtime.kernels.packed_kernels import (
 from ep_runtime.kernels.packed_schedule import PackedTiles
 from ep_runtime.kernels.quant.packed_weights import PackedLayout
 from ep_runtime.kernels.quant.scheme import QuantParameters
+from ep_runtime.kernels.sum_slots import PARTS_DTYPE
 
 
 def project_gate_up_packed(
@@ -90,8 +92,16 @@ def project_down_packed(
     `pack_weight` leaves them, with this layout. slot_weights: [N] float32 or None. out: [N, H],
     contiguous, by slot; slots without a local expert stay unwritten. With split_k parts it is
     [N * split_k, H] in PARTS_DTYPE, and row s * split_k + p is slot s's over the p-th part of whole
-    blocks of K, weighted; the bias is in part 0. Does not wait for the device.
+    blocks of K, weighted; the bias is in part 0. Does not wait for the device. PlanError for
+    another out.
     """
+    if split_k < 1 or len(out) != aligned.num_slots * split_k:
+        raise PlanError(
+            f"out {tuple(out.shape)} must have a row for each of {aligned.num_slots} slots and of "
+            f"split_k ({split_k}) parts, at least one"
+        )
+    if split_k > 1 and out.dtype != PARTS_DTYPE:
+        raise PlanError(f"out {out.dtype} of split_k ({split_k}) parts must be {PARTS_DTYPE}")
     prepare_launch(activated.device)
     intermediate_size, hidden_size = activated.shape[1], out.shape[1]
     num_items = aligned.max_tiles * triton.cdiv(hidden_size, tiles.block_n) * split_k

@@ -69,6 +69,11 @@ def check_packed_tiles(
     _one_of(scheme, TUNED_PACKED_SCHEMES, f"{place}: the layer's scheme")
     _one_of(dtype, TUNED_DTYPES, f"{place}: the layer's dtype")
     _one_of(tiles.block_m, PACKED_HEIGHTS, f"{place}.block_m")
+    if tiles.split_k != 1:
+        raise ValueError(
+            f"{place}.split_k ({tiles.split_k}) is no table's to set: each call sets it by its "
+            f"number of slots; leave it out"
+        )
     for name, one, num_weights in (
         ("gate_up", tiles.gate_up, 2 if is_gated else 1),
         ("down", tiles.down, 1),

@@ -5,7 +5,8 @@ used. For each layer (sizes, scheme, dtype) it has points: rows an expert, and t
 the fastest there, or none where the rule's were. A call takes, of the points for which the rule has
 the same height of tiles and the same GEMMs as for its own expected rows an expert, the nearest in
 log distance, if it is no more than MAX_REACH away. So what a call runs on depends on sizes alone,
-nothing is measured in a forward pass, and nothing is compiled for a number of tokens.
+and nothing is measured in a forward pass. Compiled are the tiles of the points that calls take, and
+of packed weights what `split_down` makes of them for few slots; nothing for a number of tokens.
 
 Shipped tables are kernels/tuned/*.json. A user's own come first: `register_tile_table`.
 """

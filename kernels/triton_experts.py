@@ -1,8 +1,8 @@
 """Experts as Triton kernels: align, two grouped GEMMs, sum; for the standard format.
 
-Four launches on one stream (five where rows are quantised, or permuted for the Hopper GEMMs), none
-of which waits for the device, all scratch from the workspace: so a call can be captured into a CUDA
-graph and runs beside other work.
+Four launches on one stream (one more where rows are quantised, or permuted for the Hopper GEMMs,
+and one where many slots are aligned), none of which waits for the device, all scratch from the
+workspace: so a call can be captured into a CUDA graph and runs beside other work.
 """
 
 import torch

@@ -211,6 +211,11 @@ def packed_gate_cases() -> list[tuple[ExpertsShape, int, bool]]:
         replace(small, scheme=QuantScheme(weight, 128))
         for weight in (WeightScheme.INT8, WeightScheme.MXFP4, WeightScheme.NVFP4)
     ]
+    few_items = replace(small, num_local_experts=2, hidden_size=512, intermediate_size=4096)
+    few += [
+        replace(few_items, scheme=QuantScheme(WeightScheme.INT8, 128)),
+        replace(few_items, has_bias=True, scheme=QuantScheme(WeightScheme.NVFP4)),
+    ]
     cases = [(qwen, num_rows, True) for num_rows in (32, 128, 4096)]
     cases += [(shape, 2, False) for shape in few]
     return cases + [(shape, 512, False) for shape in many]
@@ -257,6 +262,7 @@ def main() -> None:
                 weights = str(shape.dtype if shape.scheme == UNQUANTISED else shape.scheme.weight)
                 entry = {"kernel": kernel.__name__, "weights": weights}
                 entry["waits_first"] = waits_first(compiled.asm["ptx"])
+                entry["parts"] = keywords.get("SPLIT", keywords.get("NUM_PARTS", 1))
                 report.append({**entry, "shared_bytes": shared_bytes})
     print(json.dumps(report))
 

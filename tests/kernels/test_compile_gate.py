@@ -48,6 +48,8 @@ def test_every_kernel_compiles_for_sm_90_and_fits_its_shared_memory() -> None:
     assert len(gemms) == 2 * (5 + 4), (
         "both projections of three dtypes, of fp8 by block and by channel, and of every packed one"
     )
+    in_parts = {(entry["kernel"], entry["parts"]) for entry in report if entry["parts"] > 1}
+    assert in_parts == {("project_down_packed_kernel", 4), ("_sum_slots_kernel", 4)}
     early = [entry for entry in report if not entry["waits_first"]]
     assert not early, "touch memory before the launch in front of them has ended"
     too_large = [entry for entry in report if entry["shared_bytes"] > MAX_SHARED_BYTES]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ep_runtime.kernels.align_blocks import align_slots
-from ep_runtime.kernels.expert_projections import project_slots, projections_bytes
+from ep_runtime.kernels.expert_projections import num_parts_of, project_slots, projections_bytes
 from ep_runtime.kernels.hopper_packed_gemm import HopperPackedSchedule
 from ep_runtime.kernels.hopper_packed_schedule import (
     HopperPackedExpertsTiles,
@@ -62,7 +62,8 @@ def run(
         expert_input, prepared, aligned, shape=shape, tiles=tiles, workspace=workspace
     )
     output = torch.empty_like(expert_input.hidden_states)
-    sum_slots(slots, expert_input, num_local_experts=3, out=output)
+    parts = num_parts_of(tiles)
+    sum_slots(slots, expert_input, num_local_experts=3, out=output, num_parts=parts)
     return output
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ep_runtime.kernels.align_blocks import align_slots_reference
 from ep_runtime.kernels.base import ActivationKind
+from ep_runtime.kernels.errors import PlanError
 from ep_runtime.kernels.grouped_gemm import (
     GemmRows,
     project_down_reference,
@@ -117,6 +118,34 @@ def test_packed_projections_equal_their_definitions(
             **arguments,
         )
         assert_only_slots_and_close(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "dtype", "split_k", "message"),
+    [
+        (8, torch.bfloat16, 0, r"split_k \(0\) parts, at least one"),
+        (8, torch.float32, 2, r"out \(8, 300\) must have a row for each of 8 slots and of"),
+        (16, torch.bfloat16, 2, r"out torch.bfloat16 of split_k \(2\) parts must be torch.float32"),
+    ],
+)
+def test_another_out_is_refused(
+    num_rows: int, dtype: torch.dtype, split_k: int, message: str
+) -> None:
+    packed = CASES[0][0]
+    case = replace(packed.case, num_rows=4)
+    expert_input, device = case.expert_input(torch.device("cpu")), torch.device("cpu")
+    aligned = align_slots_reference(expert_input, num_local_experts=2, block_m=16)
+    with pytest.raises(PlanError, match=message):
+        project_down_packed(
+            torch.zeros(len(aligned.slots), case.intermediate_size, dtype=case.dtype),
+            pack_triton_weights(packed.weights(device), packed.scheme),
+            aligned,
+            layout=packed_layout(packed.scheme),
+            slot_weights=None,
+            tiles=PLAIN,
+            split_k=split_k,
+            out=torch.zeros(num_rows, case.hidden_size, dtype=dtype),
+        )
 
 
 def assert_only_slots_and_close(out: Tensor, expected: Tensor) -> None:

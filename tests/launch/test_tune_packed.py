@@ -205,6 +205,15 @@ def test_a_height_that_packed_tiles_do_not_have_is_refused(tmp_path: Path) -> No
         read_tile_table(path)
 
 
+@pytest.mark.parametrize("split_k", [-1, 0, 4])
+def test_parts_of_k_are_no_tables_to_set(split_k: int, tmp_path: Path) -> None:
+    tiles = PackedExpertsTiles(16, SLOW, SLOW, split_k)
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(table_values(table_of(TunedPoint(8.0, tiles, 80.0, 100.0, 0.5)))))
+    with pytest.raises(ConfigError, match=rf"tiles.split_k \({split_k}\) is no table's to set"):
+        read_tile_table(path)
+
+
 def test_layers_of_packed_weights_are_tuned_and_those_without_a_layout_refused(
     tmp_path: Path,
 ) -> None:
