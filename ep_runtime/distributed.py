@@ -364,7 +364,7 @@ def _refuse_world_size(parallel: ParallelConfig, world_size: int, source: str) -
 def _bound_interpreter_exit() -> None:
     """After a failure: end the process even if a group's destructor never returns."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(10)
+    signal.alarm(3)
 
 
 @dataclass

@@ -32,14 +32,15 @@ def experts_fault(
     *,
     by_name: bool,
 ) -> str | None:
-    """Why a kernel cannot be used: what no installation cures first, then what one does.
+    """Why a kernel cannot be used: what no other configuration or installation cures first, then
+    what one does.
 
     layer: of the first rank. by_name: whether the user named it, and not `auto`.
     """
     fault = (
-        _layer_fault(kernel, moe)
-        or type_fault(kernel.device_types, machine)
+        type_fault(kernel.device_types, machine)
         or _capability_fault(kernel, machine)
+        or _layer_fault(kernel, moe)
         or rows_fault(kernel, moe, parallel)
         or _capacity_fault(kernel, parallel)
         or experts_class(kernel.name).shape_fault(layer)

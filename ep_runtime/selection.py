@@ -143,8 +143,8 @@ def _backend_fault(
     backend: BackendCapabilities, shape: BackendShape, machine: Machine
 ) -> str | None:
     return (
-        shape_fault(backend, shape)
-        or type_fault(backend.device_types, machine)
+        type_fault(backend.device_types, machine)
+        or shape_fault(backend, shape)
         or missing_fault(backend.needs_triton, (backend.needs_package,), machine)
     )
 

@@ -15,7 +15,8 @@ def prepare_json_file(path: Path | None, output_dir: str | None = None) -> None:
 def prepare_file(option: str, path: Path, output_dir: str | None = None) -> None:
     """See that the file of a command-line option can be written, or raise ConfigError.
 
-    Its folder must be there, or be output_dir, which is then made.
+    Its folder must be there, or be output_dir, which is then made. Leaves no file that was not
+    there.
     """
     try:
         if output_dir is not None and _is_same(path.parent, Path(output_dir).expanduser()):
@@ -25,7 +26,11 @@ def prepare_file(option: str, path: Path, output_dir: str | None = None) -> None
                 f"{option} {path}: cannot be written: {path.parent} is not a folder that exists; "
                 "make it first"
             )
+        target = path.resolve()  # a link stays one
+        is_new = not target.exists()
         path.open("ab").close()
+        if is_new:
+            target.unlink()
     except OSError as error:
         raise ConfigError(f"{option} {path}: cannot be written: {error}") from None
 

@@ -206,6 +206,11 @@ def find_config(name: str | Path) -> Path:
     path = Path(name).expanduser()
     if path.is_file():
         return path
+    if path.is_dir():
+        raise ConfigError(
+            f"{name} is a folder; give a YAML file, in which `model: {{checkpoint: {name}}}` names "
+            f"it if it holds a checkpoint"
+        )
     shipped = sorted(p.name for p in SHIPPED_CONFIGS.glob("*.yaml"))
     if path.name == str(name) and path.name in shipped:
         return SHIPPED_CONFIGS / path.name

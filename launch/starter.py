@@ -6,6 +6,7 @@ at lives in the starting process, on a free port, so it outlives any rank.
 
 import json
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -14,11 +15,16 @@ import tempfile
 import time
 import traceback
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import (
+    DefaultLogsSpecs,
+    PContext,
+    SignalException,
+)
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -28,6 +34,7 @@ from ep_runtime.kernels.errors import RankFailure
 # Tells a rank that this starter, and not the user's torchrun, speaks for it when it fails.
 STARTED_VARIABLE = "EP_RUNTIME_STARTED"
 _OF_ANOTHER_RANK = RankFailure.__name__
+_STOP_GRACE_S = 3
 
 
 class Interrupted(Exception):
@@ -62,7 +69,8 @@ def start_ranks(arguments: Sequence[str], *, world_size: int) -> None:
         )
         command = [*_interpreter_flags(), "-m", "ep_runtime.launch", *arguments]
         try:
-            elastic_launch(config, sys.executable)(*command)
+            with _stopping_within(_STOP_GRACE_S):
+                elastic_launch(config, sys.executable)(*command)
         except ChildFailedError as error:
             raise RankFailure(describe_failures(error.failures)) from None
         except SignalException as error:
@@ -73,22 +81,47 @@ def start_ranks(arguments: Sequence[str], *, world_size: int) -> None:
             raise RankFailure(f"the ranks could not be started: {error}") from None
 
 
+@contextmanager
+def _stopping_within(seconds: int) -> Iterator[None]:
+    """Ranks that do not take SIGTERM, as a suspended one, are killed after so long, not after the
+    30 s that torchelastic gives them and has no setting for."""
+    close = PContext.close
+
+    def close_within(
+        context: PContext, death_sig: signal.Signals | None = None, timeout: int = seconds
+    ) -> None:
+        close(context, death_sig, min(timeout, seconds))
+
+    PContext.close = close_within  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        PContext.close = close  # type: ignore[method-assign]
+
+
 def describe_failures(failures: Mapping[int, ProcessFailure]) -> str:
     """One line for the failure that came first: the rank, and its signal or its exception.
 
     A killed rank comes before one that raised, and one that raised for itself before those that
-    report another rank.
+    report another rank. Of a rank that has said why, how it ended does not count: a signal bounds
+    its exit (`EPContext`).
     """
+    reported = [_time(failure) for failure in failures.values() if _text(failure)]
+    # What the others get once one has failed, and after a while those that do not take it.
+    first_report = min(reported, default=math.inf)
 
     def order(item: tuple[int, ProcessFailure]) -> tuple[int, float]:
         _, failure = item
-        if failure.exitcode < 0:
-            # SIGTERM is what the others get once one has failed.
-            return (3 if failure.exitcode == -signal.SIGTERM else 0, failure.timestamp)
+        if failure.exitcode < 0 and not _text(failure):
+            is_late = failure.timestamp > first_report + _STOP_GRACE_S - 1
+            is_stopped = failure.exitcode == -signal.SIGTERM or (
+                failure.exitcode == -signal.SIGKILL and is_late
+            )
+            return (3 if is_stopped else 0, failure.timestamp)
         return (2 if _text(failure).startswith(_OF_ANOTHER_RANK) else 1, _time(failure))
 
     rank, failure = min(failures.items(), key=order)
-    if failure.exitcode < 0:
+    if failure.exitcode < 0 and not _text(failure):
         return f"rank {rank} was killed by {signal.Signals(-failure.exitcode).name}"
     if _text(failure).startswith(_OF_ANOTHER_RANK):
         return _text(failure).removeprefix(f"{_OF_ANOTHER_RANK}: ")

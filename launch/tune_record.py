@@ -37,10 +37,7 @@ def check_output(path: Path) -> None:
     """See that `write_table` can write the file, or raise ConfigError; leaves none behind."""
     target = path.resolve()
     for file in (target,) if _is_special(target) else (target, _partial(target)):
-        was_there = file.exists()
         prepare_file("--output", file)
-        if not was_there:
-            file.unlink()
 
 
 def write_table(path: Path, values: Mapping[str, Any]) -> None:

@@ -112,6 +112,18 @@ def test_what_is_wrong_is_found_before_any_rank_starts(
     assert not (tmp_path / "mistyped").exists()
 
 
+@pytest.mark.parametrize("held", [None, "what it held"])
+def test_a_refused_command_leaves_the_json_file_as_it_was(
+    held: str | None, command: Command, tmp_path: Path
+) -> None:
+    path, target = write_config(tmp_path, ONE_RANK), tmp_path / "out.json"
+    if held is not None:
+        target.write_text(held)
+    status, _ = command("explain", str(path), "--json", str(target), "--machine", "nosuch")
+    assert status == 2
+    assert (target.read_text() if target.exists() else None) == held
+
+
 def test_the_json_file_may_be_in_an_output_dir_that_is_not_there_yet(
     command: Command, tmp_path: Path
 ) -> None:

@@ -39,6 +39,13 @@ def test_a_shipped_config_is_found_by_its_bare_name_and_valid(
     assert f"dp{config.parallel.dp_size}" in path.stem or path.stem == "cpu_single"
 
 
+def test_a_folder_is_not_taken_for_a_file_that_is_missing(tmp_path: Path) -> None:
+    message = (
+        f"{tmp_path} is a folder; give a YAML file, in which `model: {{checkpoint: {tmp_path}}}`"
+    )
+    assert str(verdict(tmp_path)).startswith(message)
+
+
 def test_a_file_in_the_current_directory_hides_the_shipped_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

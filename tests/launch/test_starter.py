@@ -10,7 +10,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from ep_runtime.kernels.errors import RankFailure
 from ep_runtime.launch.starter import describe_failures, record_failure
 
-SIGKILL, SIGTERM = -9, -15
+SIGKILL, SIGALRM, SIGTERM = -9, -14, -15
 
 
 @pytest.fixture
@@ -48,6 +48,15 @@ def test_the_first_of_two_that_raised_is_the_cause(failure: Any) -> None:
 def test_a_rank_ended_by_the_launcher_is_not_the_cause(failure: Any) -> None:
     failures = {0: failure(0, SIGTERM), 1: failure(1, 1, ValueError("boom"))}
     assert describe_failures(failures) == "rank 1 failed: ValueError: boom"
+
+
+def test_a_rank_that_has_said_why_is_not_told_of_by_the_signal_that_ended_it(failure: Any) -> None:
+    told = RankFailure("rank 1 is gone: no heartbeat for 12 s")
+    failures = {0: failure(0, SIGALRM, told), 1: failure(1, SIGKILL)}
+    failures[1].timestamp += 7  # suspended, so it does not take SIGTERM
+    assert describe_failures(failures) == "rank 1 is gone: no heartbeat for 12 s"
+    failures = {0: failure(0, SIGALRM, ValueError("boom")), 1: failure(1, SIGTERM)}
+    assert describe_failures(failures) == "rank 0 failed: ValueError: boom"
 
 
 def test_a_rank_that_left_no_word_is_told_of_by_its_exit_status(failure: Any) -> None:
