@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
@@ -16,7 +17,6 @@ from pydantic import BeforeValidator, Field, model_validator
 from ep_runtime.config import MAX_TIMEOUT_S, MoEConfig, ParallelConfig
 from ep_runtime.kernels.errors import ConfigError
 from ep_runtime.kernels.quant.scheme import WeightScheme
-from ep_runtime.launch.run_config import find_config
 from ep_runtime.launch.yaml_file import read_yaml_mapping
 from ep_runtime.strict_model import InvalidValues, StrictModel
 
@@ -163,7 +163,12 @@ def load_bench_config(name: str | None, options: Mapping[str, object]) -> BenchC
     name: a YAML file; None: the defaults. An option of a list's key may hold commas.
     Raises ConfigError naming the file's key or the option, its value and what is wanted.
     """
-    values = read_yaml_mapping(find_config(name)) if name is not None else {}
+    values: dict[str, Any] = {}
+    if name is not None:
+        path = Path(name).expanduser()
+        if not path.is_file():
+            raise ConfigError(f"{name}: no such file; a clone has some in benchmarks/")
+        values = read_yaml_mapping(path)
     given = {key: value for key, value in options.items() if value is not None}
     for key in LIST_KEYS:
         if isinstance(given.get(key), str):
