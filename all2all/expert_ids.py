@@ -17,7 +17,7 @@ def local_expert_map(placement: ExpertPlacement, group: EPGroup) -> Tensor:
 
 
 class IdTable:
-    """A value for each global expert id, looked up in two launches.
+    """A value for each global expert id.
 
     table: [E], integers. It is copied, with a -1 behind it for ids that are no expert's.
     """

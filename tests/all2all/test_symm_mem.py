@@ -502,7 +502,7 @@ def test_the_hosts_abort_word_ends_a_wait_long_before_its_bound(
         combining.join()
     output = combining.wait()
     synchronize(where)
-    assert 0.4 < time.monotonic() - started < 30
+    assert 0.4 < time.monotonic() - started < 10
     assert output.shape == tokens[0].hidden_states.shape
     assert output.isnan().all()
     told = r"EP rank 0 no longer waits for EP rank 1 in combine of call 1 .*; a rank has failed"

@@ -98,13 +98,14 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
     A GPU adds products up in another order. Where that rounds a group's largest activation
     otherwise, the group's scale moves, and with it each of its e4m3 values, by up to half a step on
-    both sides: no row by more than that, nor all rows by more than one such row among them.
+    both sides: no row by more than that. Only of three rows or fewer can one such row be more of
+    their whole than the tolerance of any.
     """
     limit = TOLERANCES[torch.bfloat16]
     if actual.device.type == "cuda":
         pairs = list(zip(actual.flatten(0, -2), expected.flatten(0, -2), strict=True))
         assert all(relative_error(*pair) <= HALF_A_STEP_TWICE for pair in pairs)
-        limit = max(limit, HALF_A_STEP_TWICE / max(1, len(pairs)) ** 0.5)
+        limit = HALF_A_STEP_TWICE if 0 < len(pairs) <= 3 else limit
     assert relative_error(actual, expected) <= limit
 
 
