@@ -34,6 +34,7 @@ from ep_runtime.process_groups import (
     ProcessGroups,
     abort_communicators,
     make_process_groups,
+    never_destroy,
     place_process,
 )
 from ep_runtime.rendezvous import Rendezvous, rendezvous_from, rendezvous_of_default_group
@@ -241,8 +242,10 @@ class EPContext:
             self._watch.report(error)
         self._watch.close(must_outlive_others=self._hosts_store, at_exit=at_exit)
         if self._watch.failure is not None:
-            # A gloo group waits in its destructor for collectives that may never complete.
-            atexit.register(_bound_interpreter_exit)
+            if self._groups is not None:
+                never_destroy(self._groups)
+            if self._may_hang_at_exit():
+                atexit.register(_bound_interpreter_exit)
             if error is None and not self._watch.is_delivered:
                 self._watch.check()
             self._has_ended = True
@@ -280,8 +283,12 @@ class EPContext:
         try:
             self._close(uncaught, at_exit=True)
         finally:
-            if self._watch.failure is not None:
+            if self._watch.failure is not None and self._may_hang_at_exit():
                 _bound_interpreter_exit()  # registered too late to be called
+
+    def _may_hang_at_exit(self) -> bool:
+        """After a failure: work on a device may wait for another rank for ever."""
+        return self._groups is not None and self.world_size > 1 and self.device.type == "cuda"
 
     def _abort_waits(self) -> None:
         """End what would wait for a failed rank: kernels, then communicators."""
@@ -362,9 +369,9 @@ def _refuse_world_size(parallel: ParallelConfig, world_size: int, source: str) -
 
 
 def _bound_interpreter_exit() -> None:
-    """After a failure: end the process even if a group's destructor never returns."""
+    """End the process even if a device never becomes idle."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(3)
+    signal.alarm(10)
 
 
 @dataclass

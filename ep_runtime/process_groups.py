@@ -1,5 +1,6 @@
 """Which device a rank has, and the process groups of the EP, TP and DP layout."""
 
+import ctypes
 import json
 import socket
 from dataclasses import dataclass
@@ -114,6 +115,17 @@ def abort_communicators(groups: ProcessGroups) -> None:
     for group in groups.distinct():
         if "nccl" in dist.get_backend_config(group):
             group._get_backend(torch.device("cuda")).abort()
+
+
+def never_destroy(groups: ProcessGroups) -> None:
+    """After a failure: keep these and the default group, also past the interpreter's end.
+
+    A gloo group waits in its destructor for collectives that may never complete; without this the
+    process would not end, or not with its own exit status.
+    """
+    default = [dist.group.WORLD] if dist.is_initialized() else []
+    for group in [*groups.distinct(), *default]:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _device_type(device: str) -> str:

@@ -370,6 +370,59 @@ def test_scripts_that_just_end_without_closing_end_well() -> None:
     assert not any("Error" in error or "RankFailure" in error for error in errors), errors
 
 
+SURVIVING_SCRIPT = """
+import atexit, os, signal, sys, time
+import torch.distributed as dist
+import ep_runtime as ep
+from ep_runtime.failure import FailureLimits
+
+limits = FailureLimits(poll_interval_s=0.1, farewell_s=1.0)
+ctx = ep.init_distributed(ep.ParallelConfig(dp_size=2, device="cpu"), limits=limits)
+pids = [0, 0]
+dist.all_gather_object(pids, os.getpid())
+if ctx.rank == 0:
+    atexit.register(lambda: print("alarm in", signal.alarm(0), file=sys.stderr))
+    work = dist.barrier(async_op=True)
+    try:
+        with ctx:
+            ctx.rows_per_rank(1)
+    except ep.RankFailure:
+        sys.exit(5)
+else:
+    ctx.report_failure(ValueError("boom"))
+    for _ in range(300):
+        try:
+            os.kill(pids[0], 0)
+        except ProcessLookupError:
+            os._exit(0)
+        time.sleep(0.1)
+    os._exit(1)
+"""
+
+
+def test_a_survivor_ends_with_its_own_status_while_the_failed_rank_lives_on() -> None:
+    statuses, errors = run_script(SURVIVING_SCRIPT)
+    assert statuses == [5, 0], errors
+    assert "alarm in 0" in errors[0]
+
+
+HANDLED_SCRIPT = """
+import atexit, os, signal
+import ep_runtime as ep
+
+atexit.register(lambda: os._exit(signal.alarm(0)))
+try:
+    with ep.init_distributed(ep.ParallelConfig(dp_size=1)):
+        raise KeyError("handled")
+except KeyError:
+    pass
+"""
+
+
+def test_nothing_bounds_the_exit_of_a_program_that_was_one_rank() -> None:
+    subprocess.run([sys.executable, "-c", HANDLED_SCRIPT], cwd=ROOT, check=True, timeout=60)
+
+
 def abandon_a_collective(rank: int, port: int, prefix: str) -> Any:
     """Rank 1 never joins the collective, yet rank 0 closes at once after its RankFailure."""
     limits = FailureLimits(poll_interval_s=0.1, farewell_s=1.0)
