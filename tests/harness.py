@@ -20,6 +20,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
@@ -145,6 +146,13 @@ def process_outcomes(
             connection.close()
     late = time.monotonic() - started_at
     return [outcomes.get(r) or Outcome(r, exit_code=None, seconds=late) for r in range(world_size)]
+
+
+def require_gpus(num_ranks: int) -> None:
+    """Skip the test where ranks would have to share a GPU."""
+    found = torch.cuda.device_count()
+    if found < num_ranks:
+        pytest.skip(f"{num_ranks} ranks need a GPU each; there are {found}")
 
 
 def store_address() -> tuple[int, str]:

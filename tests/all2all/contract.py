@@ -99,6 +99,7 @@ class ContractCase:
         )
 
 
+EIGHT_RANKS = (3, 0, 7, 1, 16, 2, 0, 5)
 _ONE_RANK = (
     ContractCase("one rank", (5,)),
     ContractCase("one rank without rows", (0,)),
@@ -132,7 +133,11 @@ _EVEN = (
     ContractCase("four ranks, experts everywhere", (3, 2, 7, 1), top_k=8, routing="full"),
     ContractCase("four ranks in bf16", (3, 0, 7, 1), top_k=6, dtype=torch.bfloat16),
     ContractCase("four ranks with rounds", (9, 0, 2, 4), num_layers=3, max_tokens_per_rank=4),
+    ContractCase("eight ranks", EIGHT_RANKS, num_experts=16, num_layers=3),
+    ContractCase("eight ranks in bf16", EIGHT_RANKS, num_experts=64, top_k=8, dtype=torch.bfloat16),
+    ContractCase("eight ranks with rounds", EIGHT_RANKS, max_tokens_per_rank=4),
     ContractCase("two groups of two", (3, 5, 0, 2), ep_size=2),
+    ContractCase("two groups of four", EIGHT_RANKS, ep_size=4),
     ContractCase("two groups, one without rows", (3, 5, 0, 0), ep_size=2, num_layers=2),
     ContractCase("a DP group cut over two TP ranks", (5,), tp_size=2),
     ContractCase("TP slices of two DP groups", (5, 1), tp_size=2),
@@ -144,6 +149,7 @@ _UNEVEN = (
         "five experts in turn on two ranks", (5, 6), num_experts=5, strategy="round_robin"
     ),
     ContractCase("29 experts on four ranks", (5, 6, 0, 2), num_experts=29, top_k=4),
+    ContractCase("29 experts on eight ranks", EIGHT_RANKS, num_experts=29, top_k=8),
     ContractCase("two experts on four ranks", (5, 6, 0, 2), num_experts=2),
     ContractCase(
         "two experts in turn on four ranks", (5, 6, 0, 2), num_experts=2, strategy="round_robin"
@@ -157,6 +163,7 @@ _FP8 = tuple(
         ContractCase("a partial group", (3, 5), hidden_size=300),
         ContractCase("rounds of which one rank has none", (10, 0), max_tokens_per_rank=4),
         ContractCase("four ranks over three layers", (3, 0, 7, 1), top_k=4, num_layers=3),
+        ContractCase("eight ranks", EIGHT_RANKS, num_experts=64, top_k=8, hidden_size=256),
     )
 )
 

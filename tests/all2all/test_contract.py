@@ -1,4 +1,4 @@
-"""Every built-in backend through the contract suite, on 1, 2 and 4 ranks."""
+"""Every built-in backend through the contract suite, on 1, 2, 4 and 8 ranks."""
 
 import time
 from itertools import pairwise
@@ -21,7 +21,7 @@ from tests.all2all.contract import (
     contract_cases,
     seeded_rows,
 )
-from tests.harness import run_ranks
+from tests.harness import require_gpus, run_ranks
 
 BACKENDS = ["local", "naive", "all_to_all"]
 MULTI_RANK = [b for b in BACKENDS if backend_class(b).capabilities.max_ep_size != 1]
@@ -63,11 +63,13 @@ def test_gathering_backend_gathers_and_sums_rows_in_rank_order(
 
 
 @pytest.mark.multigpu
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
 @pytest.mark.parametrize(
     "backend", [b for b in MULTI_RANK if backend_class(b).capabilities.supports_cuda_graph]
 )
-def test_captured_call_replays_on_other_rows(backend: str) -> None:
-    case = ContractCase("graph", (6, 6), dtype=torch.bfloat16)
+def test_captured_call_replays_on_other_rows(backend: str, num_ranks: int) -> None:
+    require_gpus(num_ranks)
+    case = ContractCase("graph", (6,) * num_ranks, dtype=torch.bfloat16)
     run_ranks(check_graph, case.parallel(backend, "cuda"), backend, case)
 
 

@@ -42,7 +42,7 @@ from tests.all2all.contract import (
     seeded_rows,
 )
 from tests.all2all.test_contract import LATE_S, time_calls_before_a_late_peer
-from tests.harness import run_ranks
+from tests.harness import require_gpus, run_ranks
 
 Backend = type[DeepEPLowLatencyBackend] | type[DeepEPHighThroughputBackend]
 BF16 = torch.bfloat16
@@ -418,9 +418,7 @@ def test_without_the_package_a_plan_names_it() -> None:
 def require_deep_ep(case: ContractCase) -> None:
     if importlib.util.find_spec("deep_ep") is None:
         pytest.skip("deep_ep is not installed: pip install 'ep-runtime[deepep]'")
-    num_ranks = case.parallel("local").world_size
-    if torch.cuda.device_count() < num_ranks:
-        pytest.skip(f"deep_ep needs a GPU for each of {num_ranks} ranks")
+    require_gpus(case.parallel("local").world_size)
 
 
 @pytest.mark.multigpu
@@ -442,8 +440,9 @@ def test_on_gpus_the_bias_rule_holds(name: str, tokens: tuple[int, ...]) -> None
 
 
 @pytest.mark.multigpu
-def test_on_gpus_a_captured_low_latency_call_replays_on_other_rows() -> None:
-    case = ContractCase("graph", (6, 6), dtype=BF16)
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_on_gpus_a_captured_low_latency_call_replays_on_other_rows(num_ranks: int) -> None:
+    case = ContractCase("graph", (6,) * num_ranks, dtype=BF16)
     require_deep_ep(case)
     backend = "deepep_low_latency"
     run_ranks(check_graph, case.parallel(backend, "cuda"), backend, case)

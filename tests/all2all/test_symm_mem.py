@@ -48,12 +48,9 @@ from tests.all2all.virtual_ranks import (
 from tests.ep_runtime.coded import coded_config, coded_routing, coded_rows, coded_weights
 from tests.harness import rank_outcomes, run_ranks
 
-ON_GPU = pytest.mark.gpu
+ON_GPU = (pytest.mark.gpu, pytest.mark.multigpu)
 DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=ON_GPU)]
 CASES = [pytest.param(case, id=case.name) for case in contract_cases(SymmMemBackend.capabilities)]
-EIGHT = ContractCase(
-    "eight ranks", (3, 0, 7, 1, 16, 2, 0, 5), num_experts=29, top_k=8, dtype=torch.bfloat16
-)
 
 
 def skip_without_interpreter(device: str) -> None:
@@ -109,7 +106,7 @@ def check_bias_case(ctx: EPContext, case: ContractCase) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", [*CASES, pytest.param(EIGHT, id=EIGHT.name, marks=ON_GPU)])
+@pytest.mark.parametrize("case", CASES)
 def test_symm_mem_meets_the_contract(case: ContractCase, device: Device) -> None:
     skip_without_interpreter(device)
     run_ranks(check_contract_case, case.parallel("symm_mem", device), case, timeout=120)

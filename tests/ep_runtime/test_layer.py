@@ -208,6 +208,16 @@ def _numbers(ctx: EPContext, num_rows: tuple[int, ...], experts: str) -> None:
             (9, 0, 4, 1),
             id="all_to_all_4_round_robin_rounds",
         ),
+        pytest.param(
+            {"dp_size": 8, "all2all_backend": "all_to_all"},
+            (9, 0, 4, 1, 2, 0, 3, 5),
+            id="all_to_all_8",
+        ),
+        pytest.param(
+            {"dp_size": 4, "tp_size": 2, "all2all_backend": "naive"},
+            (3, 6, 0, 1),
+            id="naive_dp_4_tp_2",
+        ),
     ],
 )
 def test_a_layer_equals_the_direct_computation(

@@ -9,7 +9,7 @@ from ep_runtime.config import MoEConfig, ParallelConfig
 from ep_runtime.distributed import EPContext
 from ep_runtime.layer import MoELayer
 from tests.all2all.test_symm_mem import share_one_gpu
-from tests.harness import run_ranks
+from tests.harness import require_gpus, run_ranks
 
 MOE = MoEConfig(
     hidden_size=2048,
@@ -76,15 +76,22 @@ def replay_layer(ctx: EPContext) -> str:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.multigpu
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_a_captured_layer_on_symm_mem_replays_bit_equal_to_eager(num_ranks: int) -> None:
+    if num_ranks > 4:  # so many do not share one
+        require_gpus(num_ranks)
     parallel = ParallelConfig(dp_size=num_ranks, device="cuda", all2all_backend="symm_mem")
     assert run_ranks(replay_layer, parallel, timeout=120) == ["combine_window"] * num_ranks
 
 
 @pytest.mark.multigpu
-def test_a_captured_layer_on_deepep_low_latency_replays_bit_equal_to_eager() -> None:
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_a_captured_layer_on_deepep_low_latency_replays_bit_equal_to_eager(num_ranks: int) -> None:
     if importlib.util.find_spec("deep_ep") is None:
         pytest.skip("deep_ep is not installed: pip install 'ep-runtime[deepep]'")
-    parallel = ParallelConfig(dp_size=2, device="cuda", all2all_backend="deepep_low_latency")
-    assert run_ranks(replay_layer, parallel, timeout=120) == ["combine_joined"] * 2
+    require_gpus(num_ranks)
+    parallel = ParallelConfig(
+        dp_size=num_ranks, device="cuda", all2all_backend="deepep_low_latency"
+    )
+    assert run_ranks(replay_layer, parallel, timeout=120) == ["combine_joined"] * num_ranks
