@@ -139,7 +139,7 @@ class MoEConfig(StrictModel):
     @classmethod
     def from_hf(cls, config: Any) -> "MoEConfig":
         """Read a transformers config (or its dict) of any supported family."""
-        from ep_runtime.families import moe_config_from_hf
+        from ep_runtime.moe_from_hf import moe_config_from_hf
 
         return moe_config_from_hf(config)
 

@@ -8,9 +8,9 @@ import torch
 
 from ep_runtime.checkpoint import CheckpointReader, read_config
 from ep_runtime.config import DTYPES, MoEConfig
-from ep_runtime.families import expert_formats, kept_shared_scheme, moe_config_from_hf
 from ep_runtime.kernels.errors import CheckpointError, ConfigError
 from ep_runtime.kernels.quant.scheme import UNQUANTISED, QuantScheme
+from ep_runtime.moe_from_hf import expert_formats, kept_shared_scheme, moe_config_from_hf
 from ep_runtime.name_map import MoELayout, NameMap, map_names
 from ep_runtime.quantization import read_quantization
 from ep_runtime.skeleton import build_skeleton, transformers_config

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ep_runtime.checkpoint import INDEX_FILE, PICKLE_FILES, read_config
-from ep_runtime.families import moe_config_from_hf
 from ep_runtime.kernels.errors import CheckpointError, ConfigError
 from ep_runtime.kernels.quant.hybrid import HybridFormat, hybrid_config
 from ep_runtime.kernels.quant.scheme import QuantScheme, WeightScheme
@@ -29,6 +28,7 @@ from ep_runtime.launch.quantize_writer import (
     shard_names,
     write_index,
 )
+from ep_runtime.moe_from_hf import moe_config_from_hf
 from ep_runtime.opened_checkpoint import OpenedCheckpoint
 from ep_runtime.quantization import read_quantization
 

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from ep_runtime.config import MoEConfig
-from ep_runtime.families import FAMILIES, HFConfig, moe_config_from_hf, moe_layer_ids
+from ep_runtime.families import FAMILIES, moe_layer_ids
+from ep_runtime.hf_config import HFConfig
 from ep_runtime.kernels.errors import ConfigError
+from ep_runtime.moe_from_hf import moe_config_from_hf
 from ep_runtime.reference import reference_layer
 from ep_runtime.tiny import tiny_config, write_tiny_checkpoint
 from tests.ep_runtime.checkpoints import FAMILY_NAMES, transformers_model

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ep_runtime.config import MoEConfig, ParallelConfig
 from ep_runtime.distributed import EPContext, init_distributed
-from ep_runtime.families import moe_config_from_hf
 from ep_runtime.kernels.errors import CheckpointError, ConfigError, PlanError
 from ep_runtime.kernels.interpreter import is_interpreting
 from ep_runtime.kernels.quant.scheme import QuantizedTensor
@@ -19,6 +18,7 @@ from ep_runtime.launch.model_job import FP8_LOGIT_LIMIT
 from ep_runtime.launch.seeded_layer import SeededWeights
 from ep_runtime.layer import MoELayer
 from ep_runtime.models import load_model
+from ep_runtime.moe_from_hf import moe_config_from_hf
 from ep_runtime.opened_checkpoint import OpenedCheckpoint
 from ep_runtime.reference import reference_layer
 from ep_runtime.tiny import tiny_config
