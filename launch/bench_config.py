@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from ep_runtime.config import MAX_TIMEOUT_S, MoEConfig, ParallelConfig
 from ep_runtime.kernels.errors import ConfigError
 from ep_runtime.kernels.quant.scheme import WeightScheme
+from ep_runtime.launch.run_config import MAX_SEED
 from ep_runtime.launch.yaml_file import read_yaml_mapping
 from ep_runtime.strict_model import InvalidValues, StrictModel
 
@@ -91,7 +92,7 @@ class BenchConfig(StrictModel):
     rounds: int = Field(default=5, gt=0)
     iterations: int = Field(default=20, gt=0)
     warmup: int = Field(default=3, gt=0)
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=MAX_SEED)
     timeout_s: float = Field(default=600, gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)
     output_dir: str = "runs/bench"
 

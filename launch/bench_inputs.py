@@ -8,7 +8,6 @@ import torch
 
 from ep_runtime.all2all.base import BackendShape, ExpertPlacement, RoutedTokens
 from ep_runtime.config import MoEConfig
-from ep_runtime.kernels.base import Routing
 from ep_runtime.kernels.quant.scheme import QuantScheme
 from ep_runtime.kernels.quant.storage import stored_shapes
 from ep_runtime.launch.bench_config import BenchConfig
@@ -160,7 +159,3 @@ def _weight_bytes(moe: MoEConfig, width: int, scheme: QuantScheme) -> int:
 def expert_elements(moe: MoEConfig, width: int) -> int:
     """Elements of w13 and w2 of an expert of that width."""
     return moe.hidden_size * width * (3 if moe.experts_activation().is_gated else 2)
-
-
-def routing_of(tokens: RoutedTokens) -> Routing:
-    return Routing(tokens.topk_ids, tokens.topk_weights)

@@ -1,8 +1,8 @@
 """The benchmark on one rank: build the backends, measure them in turn, gather, and report."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,28 @@ from ep_runtime.launch.bench_gather import gather_values, start_together
 from ep_runtime.launch.bench_inputs import Case, Load, cases_of, load_of, make_input_sets
 from ep_runtime.launch.bench_link import LinkLimits, measure_link
 from ep_runtime.launch.bench_plot import write_plot
+from ep_runtime.launch.bench_probe import Probe
 from ep_runtime.launch.bench_record import build_record, case_entry, print_record
 from ep_runtime.launch.bench_statistics import max_over_ranks, rotated, summarise
 from ep_runtime.launch.json_file import write_json
 from ep_runtime.launch.layer_job import layer_tolerance
-from ep_runtime.launch.report import Check
+from ep_runtime.launch.report import Check, worst_of
 
 RECORD_FILE = "bench.json"
+
+
+@dataclass
+class _Measurement:
+    """What one candidate took in one case on this rank: part -> seconds of each iteration."""
+
+    contender: Contender
+    probes: Sequence[Probe]
+    skipped: Mapping[str, Skipped]
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, measured: Mapping[str, Sequence[float]]) -> None:
+        for part, seconds in measured.items():
+            self.seconds.setdefault(part, []).extend(seconds)
 
 
 class BenchJob:
@@ -79,48 +94,51 @@ class BenchJob:
             case, ep_rank=group.rank, ep_size=group.size, seed=config.seed, device=group.device
         )
         self.checks += self._compare_outputs(case, contenders, sets)
-        probes = {}
-        seconds: dict[str, dict[str, list[float]]] = {}
-        part_skips: dict[str, dict[str, Skipped]] = {}
+        measurements = []
         for contender in contenders:
             start_together(group)
-            label = contender.candidate.label
-            probes[label], part_skips[label] = contender.probes(case, sets)
-            seconds[label] = {}
+            measurements.append(_Measurement(contender, *contender.probes(case, sets)))
         for index in range(config.rounds):
-            for contender in rotated(contenders, index):
-                label = contender.candidate.label
-                for probe in probes[label]:
+            for measurement in rotated(measurements, index):
+                for probe in measurement.probes:
                     start_together(group)
-                    for part, measured in probe.run(config.iterations).items():
-                        seconds[label].setdefault(part, []).extend(measured)
-        seconds_of_rank = gather_values(seconds, group)
-        for contender in contenders:
-            loads = self._loads(sets, contender.plan.placement)
-            label = contender.candidate.label
-            actual = contender.actual() | {"shared_schedule": contender.schedule(case)}
-            for part in config.parts:
-                skip = part_skips[label].get(part)
-                times = None
-                if skip is None:
-                    of_rank = [ranks[label][part] for ranks in seconds_of_rank]
-                    times = summarise(max_over_ranks(of_rank))
-                self.entries.append(
-                    case_entry(
-                        case,
-                        contender.candidate,
-                        part,
-                        times=times,
-                        loads=loads,
-                        shape=contender.plan.backend_shape(),
-                        link=self.link,
-                        actual=actual,
-                        skip_reason=skip.reason if skip else None,
-                    )
-                )
+                    measurement.add(probe.run(config.iterations))
+        seconds_of_rank = gather_values([m.seconds for m in measurements], group)
+        for number, measurement in enumerate(measurements):
+            self._add_entries(case, sets, measurement, [rank[number] for rank in seconds_of_rank])
         for candidate, skip in skipped.items():
             for part in config.parts:
                 self.entries.append(case_entry(case, candidate, part, skip_reason=skip.reason))
+
+    def _add_entries(
+        self,
+        case: Case,
+        sets: Sequence[RoutedTokens],
+        measurement: "_Measurement",
+        seconds_of_rank: Sequence[dict[str, list[float]]],
+    ) -> None:
+        """One entry for each part. seconds_of_rank: `measurement.seconds` of every rank."""
+        contender = measurement.contender
+        loads = self._loads(sets, contender.plan.placement)
+        actual = contender.actual() | {"shared_schedule": contender.schedule(case)}
+        for part in self.config.parts:
+            skip = measurement.skipped.get(part)
+            times = None
+            if skip is None:
+                times = summarise(max_over_ranks([rank[part] for rank in seconds_of_rank]))
+            self.entries.append(
+                case_entry(
+                    case,
+                    contender.candidate,
+                    part,
+                    times=times,
+                    loads=loads,
+                    shape=contender.plan.backend_shape(),
+                    link=self.link,
+                    actual=actual,
+                    skip_reason=skip.reason if skip else None,
+                )
+            )
 
     def _loads(self, sets: Sequence[RoutedTokens], placement: ExpertPlacement) -> list[Load]:
         own = load_of(sets, placement)
@@ -141,12 +159,11 @@ class BenchJob:
                 continue
             error = torch.linalg.norm(output.float() - first[1]) / torch.linalg.norm(first[1])
             errors = gather_values(float(error), self.ctx.ep_group)
-            worst = float("nan") if any(e != e for e in errors) else max(errors)
             sizes = ", ".join(f"{key} {value}" for key, value in case.sizes().items())
             pair = f"{contender.candidate.label} against {first[0].candidate.label}"
             # Each may be off the exact result by its tolerance.
             limit = sum(layer_tolerance(c.plan) for c in (contender, first[0]))
-            checks.append(Check(f"{pair}: relative error ({sizes})", worst, limit))
+            checks.append(Check(f"{pair}: relative error ({sizes})", worst_of(errors), limit))
         return checks
 
 
@@ -156,7 +173,8 @@ def run_job(
     """Measure, and on rank 0 write and print what was measured; True where all checks passed."""
     record = BenchJob(config, ctx).run()
     if ctx.rank == 0:
-        write_json(Path(config.output_dir).expanduser() / RECORD_FILE, record)
+        folder = Path(config.output_dir).expanduser()
+        write_json(folder / RECORD_FILE, record, option="output_dir")
         write_json(json_file, record)
         if plot_file is not None:
             write_plot(record, plot_file)

@@ -1,17 +1,18 @@
 """`ep-runtime explain`: the plan of a run, for this machine or one that is not here."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
-
-import torch
 
 from ep_runtime.config import MoEConfig, ParallelConfig, SharedExpertsConfig
 from ep_runtime.kernels.errors import ConfigError
 from ep_runtime.launch.preflight import (
     checkpoint_moe,
+    device_type_of,
     moe_of,
     refuse_table_without_effect,
+    set_interpreter_variable,
     use_tile_table,
 )
 from ep_runtime.launch.run_config import (
@@ -45,7 +46,6 @@ def explain_plan(
     an override sets it. machine: a preset's name or a doctor's JSON file; None: this machine.
     """
     moe, sections = read_source(source, overrides)
-    use_tile_table(sections.kernel.tile_table)
     values = sections.model_dump()
     if world_size is not None:
         tp_size = sections.parallel.tp_size
@@ -63,10 +63,14 @@ def explain_plan(
                 f"--world-size ({world_size}) contradicts --set parallel.dp_size="
                 f"{sections.parallel.dp_size} with tp_size {tp_size}; drop one"
             )
+    planned_for = find_machine(machine, sections.parallel)
+    if machine is None:
+        set_interpreter_variable(sections.parallel, sections.kernel.experts, os.environ)
+    use_tile_table(sections.kernel.tile_table)
     plan = resolve_plan(
         moe,
         sections.parallel,
-        find_machine(machine, sections.parallel),
+        planned_for,
         experts=sections.kernel.experts,
         shared_experts=sections.shared_experts,
     )
@@ -77,8 +81,17 @@ def explain_plan(
 def find_machine(name: str | None, parallel: ParallelConfig) -> Machine:
     """A preset, the machine of a doctor's JSON file, or (None) this one."""
     if name is None:
-        has_cuda = torch.cuda.is_available() and parallel.device != "cpu"
-        return Machine.detect("cuda" if has_cuda else "cpu")
+        return Machine.detect(device_type_of(parallel.device))
+    machine = _named_machine(name)
+    if parallel.device not in ("auto", machine.device_type):
+        raise ConfigError(
+            f"--machine {name} is a {machine.device_type} machine, and parallel.device is "
+            f"{parallel.device}; change either"
+        )
+    return machine
+
+
+def _named_machine(name: str) -> Machine:
     if name in PRESETS or not Path(name).is_file():
         return Machine.preset(name)
     try:
@@ -90,8 +103,8 @@ def find_machine(name: str | None, parallel: ParallelConfig) -> Machine:
 
 def read_source(source: str, overrides: Sequence[str]) -> tuple[MoEConfig, _PlanSections]:
     path = Path(source).expanduser()
-    if path.is_dir() or path.suffix == ".json":
-        moe = checkpoint_moe(path.parent if path.name == "config.json" else path)
+    if path.is_dir() or path.name == "config.json":
+        moe = checkpoint_moe(path if path.is_dir() else path.parent)
         return moe, _PlanSections(**parse_overrides(overrides))
     config = load_run_config(source, overrides)
     sections = _PlanSections(

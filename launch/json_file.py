@@ -1,7 +1,12 @@
-"""The file of `--json`."""
+"""The files that a command writes: see early that it can, and write JSON."""
 
 import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from math import isfinite
 from pathlib import Path
+from typing import Any
 
 from ep_runtime.kernels.errors import ConfigError
 
@@ -27,10 +32,12 @@ def prepare_file(option: str, path: Path, output_dir: str | None = None) -> None
                 "make it first"
             )
         target = path.resolve()  # a link stays one
-        is_new = not target.exists()
-        path.open("ab").close()
-        if is_new:
-            target.unlink()
+        try:
+            target.open("xb").close()
+            target.unlink(missing_ok=True)
+        except FileExistsError:
+            with suppress(FileNotFoundError):  # another rank looked, and it can be written
+                os.close(os.open(target, os.O_WRONLY | os.O_APPEND))
     except OSError as error:
         raise ConfigError(f"{option} {path}: cannot be written: {error}") from None
 
@@ -39,8 +46,23 @@ def _is_same(folder: Path, other: Path) -> bool:
     return folder.resolve() == other.resolve()
 
 
-def write_json(path: Path | None, values: object) -> None:
-    """Write `values` where the user asked for it; nothing for None."""
-    if path is not None:
-        prepare_json_file(path)
-        path.write_text(json.dumps(values, indent=2) + "\n")
+def write_json(path: Path | None, values: object, *, option: str = "--json") -> None:
+    """Write `values` where `option` asks for it, or raise ConfigError; nothing for None.
+
+    NaN and infinities, which JSON has not, become null.
+    """
+    if path is None:
+        return
+    text = json.dumps(_finite(values), indent=2, allow_nan=False) + "\n"
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: cannot be written: {error}") from None
+
+
+def _finite(values: Any) -> Any:
+    if isinstance(values, Mapping):
+        return {key: _finite(value) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [_finite(value) for value in values]
+    return None if isinstance(values, float) and not isfinite(values) else values

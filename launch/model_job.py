@@ -15,9 +15,9 @@ from ep_runtime.all2all.collectives import Collective, gather_texts
 from ep_runtime.distributed import EPContext
 from ep_runtime.expert_parallel_model import ExpertParallelModel
 from ep_runtime.families import moe_layer_ids
-from ep_runtime.launch.report import Check, RankResult, shared_expert_check
+from ep_runtime.launch.report import Check, RankResult, shared_expert_check, worst_of
 from ep_runtime.launch.run_config import RunConfig
-from ep_runtime.launch.workload import prompts_of
+from ep_runtime.launch.workload import prompts_of, vocab_size_of
 from ep_runtime.models import greedy_generate, load_model
 from ep_runtime.reference_model import load_reference_model
 from ep_runtime.tiny import write_tiny_checkpoint
@@ -48,6 +48,12 @@ def run_model(
     """Load, compute every prompt's logits in one forward, decode; a collective of all ranks."""
     started = time.perf_counter()
     checkpoint = checkpoint_of(config, ctx, world)
+    all_prompts = prompts_of(
+        config.workload,
+        checkpoint,
+        dp_size=config.parallel.dp_size,
+        vocab_size=vocab_size_of(checkpoint),
+    )
     is_checked = config.check == "logits"
     model = load_model(
         checkpoint,
@@ -57,12 +63,6 @@ def run_model(
         dtype="float32" if is_checked else None,
     )
     loaded = time.perf_counter()
-    all_prompts = prompts_of(
-        config.workload,
-        checkpoint,
-        dp_size=config.parallel.dp_size,
-        vocab_size=model.config.vocab_size,
-    )
     prompts = all_prompts[ctx.dp_rank]
     for layer in model.moe_layers:
         layer.record_timings(True)
@@ -135,7 +135,8 @@ def eos_token_ids(model: ExpertParallelModel, checkpoint: Path) -> tuple[int, ..
 
     ids: Any = model.config.eos_token_id
     if (checkpoint / "generation_config.json").is_file():
-        ids = GenerationConfig.from_pretrained(checkpoint).eos_token_id or ids
+        generation_ids = GenerationConfig.from_pretrained(checkpoint).eos_token_id
+        ids = ids if generation_ids is None else generation_ids
     if ids is None:
         return ()
     return (ids,) if isinstance(ids, int) else tuple(ids)
@@ -213,7 +214,8 @@ def model_checks(
         eos_token_id=list(outcome.eos_token_ids) or None,
         pad_token_id=0,
     )
-    worst = largest = 0.0
+    largest = 0.0
+    differences = []
     other_argmax = other_tokens = 0
     first_of = {rank.dp_rank: rank for rank in ranks if rank.tp_rank == 0}
     for dp_rank, prompts in enumerate(outcome.prompts_of_dp_rank):
@@ -223,8 +225,7 @@ def model_checks(
             expected = reference(input_ids=ids, use_cache=False).logits[0].float().cpu()
             got = outcome.logits_of_dp_rank[dp_rank][start : start + len(prompt)]
             start += len(prompt)
-            difference = float((got - expected).abs().max())
-            worst = difference if difference != difference else max(worst, difference)
+            differences.append(float((got - expected).abs().max()))
             largest = max(largest, float(expected.abs().max()))
             other_argmax += int((got.argmax(-1) != expected.argmax(-1)).sum())
             if max_new_tokens:
@@ -233,7 +234,8 @@ def model_checks(
                 tokens = continued[0, len(prompt) :].tolist()
                 other_tokens += tokens != first_of[dp_rank].generated_tokens[number]
     limit = FP8_LOGIT_LIMIT if in_fp8 else LOGIT_LIMIT
-    checks = [Check("logits: largest difference / largest logit", worst / (largest or 1.0), limit)]
+    worst = worst_of(differences) / (largest or 1.0)
+    checks = [Check("logits: largest difference / largest logit", worst, limit)]
     if not in_fp8:
         checks.append(Check("logits: tokens with another argmax", other_argmax, 0))
     if max_new_tokens and not in_fp8:

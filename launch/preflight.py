@@ -9,9 +9,11 @@ import torch
 from ep_runtime.all2all.registry import backend_class
 from ep_runtime.checkpoint import read_config
 from ep_runtime.config import MoEConfig, ParallelConfig
+from ep_runtime.kernels.base import ExpertsKind
 from ep_runtime.kernels.errors import ConfigError, PlanError
 from ep_runtime.kernels.registry import experts_class
 from ep_runtime.launch.run_config import RunConfig
+from ep_runtime.launch.workload import prompts_of, read_prompts, vocab_size_of
 from ep_runtime.launcher_environment import LauncherEnvironment
 from ep_runtime.machine import Machine
 from ep_runtime.plan import Plan, resolve_plan
@@ -20,23 +22,28 @@ from ep_runtime.tiny import tiny_config
 INTERPRET_VARIABLE = "TRITON_INTERPRET"
 
 
-def device_type_of(parallel: ParallelConfig) -> str:
-    """What `device: auto` means on this machine; a ConfigError for cuda where there is none."""
+def device_type_of(device: str, *, key: str = "parallel.device") -> str:
+    """What `device: auto` means on this machine; a ConfigError for cuda where there is none.
+
+    key: the user's name of it.
+    """
     available = torch.cuda.is_available()
-    if parallel.device == "cuda" and not available:
+    if device == "cuda" and not available:
         raise ConfigError(
-            "parallel.device is cuda, and torch sees no CUDA device here; use device: cpu or auto"
+            f"{key} is cuda, and torch sees no CUDA device here; use device: cpu or auto"
         )
-    return "cuda" if available and parallel.device != "cpu" else "cpu"
+    return "cuda" if available and device != "cpu" else "cpu"
 
 
-def set_interpreter_variable(config: RunConfig, environ: MutableMapping[str, str]) -> None:
+def set_interpreter_variable(
+    parallel: ParallelConfig, experts: str, environ: MutableMapping[str, str]
+) -> None:
     """Set TRITON_INTERPRET=1 if ranks on a CPU will launch Triton kernels, and only then."""
-    backend = config.parallel.all2all_backend
+    backend = parallel.all2all_backend
     interpret_if_needed(
         environ,
-        device_type=device_type_of(config.parallel),
-        experts=config.kernel.experts,
+        device_type=device_type_of(parallel.device),
+        experts=experts,
         backends=() if backend == "auto" else (backend,),
     )
 
@@ -63,9 +70,9 @@ def interpret_if_needed(
 
 
 def check_world_size(parallel: ParallelConfig, launcher: LauncherEnvironment) -> None:
-    """The ranks a launcher started must be the ranks the configuration asks for."""
+    """The ranks a launcher started, if one did, must be those the configuration asks for."""
     started, wanted = launcher.world_size, parallel.world_size
-    if started is not None and started != wanted:
+    if launcher.launcher != "none" and started not in (None, wanted):
         raise ConfigError(
             f"parallel.dp_size * parallel.tp_size ({parallel.dp_size} * {parallel.tp_size} = "
             f"{wanted}) must equal the {started} ranks that {launcher.launcher} started; change "
@@ -99,22 +106,10 @@ def plan_of(config: RunConfig) -> Plan:
     return resolve_plan(
         moe_of(config),
         config.parallel,
-        Machine.detect(device_type_of(config.parallel)),
+        Machine.detect(device_type_of(config.parallel.device)),
         experts=config.kernel.experts,
         shared_experts=config.shared_experts,
     )
-
-
-def read_prompts(path: Path) -> list[str]:
-    """The non-empty lines of a text file, one prompt each; none is a ConfigError."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"workload.prompts {path}: cannot be read: {error}") from None
-    prompts = [line for line in lines if line.strip()]
-    if not prompts:
-        raise ConfigError(f"workload.prompts {path}: holds no prompt; write one a line")
-    return prompts
 
 
 def use_tile_table(path: str | None) -> None:
@@ -151,29 +146,34 @@ def refuse_table_without_effect(plan: Plan, path: str | None) -> None:
         )
 
 
-def prepare_output_dir(config: RunConfig, *, write_config: bool) -> Path:
-    """Make the folder; one process of the run also writes the resolved configuration into it."""
-    folder = Path(config.output_dir).expanduser()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if write_config:
-            (folder / "config.yaml").write_text(config.to_yaml())
-    except OSError as error:
-        raise ConfigError(f"output_dir {folder}: cannot be written: {error}") from None
-    return folder
-
-
 def check_before_start(config: RunConfig) -> None:
     """Raise what would make every rank fail: ConfigError, PlanError or CheckpointError."""
-    set_interpreter_variable(config, os.environ)
+    set_interpreter_variable(config.parallel, config.kernel.experts, os.environ)
     if config.workload.prompts is not None:
         read_prompts(Path(config.workload.prompts))
     plan = plan_of(config)
     use_tile_table(config.kernel.tile_table)
     refuse_table_without_effect(plan, config.kernel.tile_table)
+    _refuse_routing(plan, config.workload.routing)
     if config.model.checkpoint is not None:
         from ep_runtime.opened_checkpoint import OpenedCheckpoint  # imports transformers' models
 
         # Reads the files' headers alone.
         dtype = "float32" if config.check == "logits" else None
         OpenedCheckpoint(config.model.checkpoint, dtype).reader.close()
+        checkpoint = Path(config.model.checkpoint)
+        prompts_of(
+            config.workload,
+            checkpoint,
+            dp_size=config.parallel.dp_size,
+            vocab_size=vocab_size_of(checkpoint),
+        )
+
+
+def _refuse_routing(plan: Plan, kind: str) -> None:
+    kernel = experts_class(plan.experts).capabilities
+    if kind != "model" and kernel.kind is ExpertsKind.MONOLITHIC:
+        raise PlanError(
+            f"workload.routing ({kind}) has no effect with experts {plan.experts}, which is "
+            f"monolithic: it routes itself; use routing: model or a modular kernel"
+        )

@@ -1,7 +1,8 @@
 """The result of a run as values: per rank, per check, and as the JSON report."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from math import isnan, nan
 from typing import Any
 
 from ep_runtime.launch.environment import describe_versions
@@ -25,6 +26,12 @@ class Check:
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "passed": self.passed}
+
+
+def worst_of(errors: Iterable[float]) -> float:
+    """The largest; NaN where one is, 0 of none."""
+    found = list(errors)
+    return nan if any(isnan(error) for error in found) else max(found, default=0.0)
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,14 @@
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-import typer
-
-from ep_runtime.kernels.errors import RankFailure
 from ep_runtime.launch.json_file import prepare_json_file
-from ep_runtime.launch.preflight import check_before_start, prepare_output_dir
-from ep_runtime.launch.run_config import RunConfig, load_run_config
-from ep_runtime.launch.run_job import REPORT_FILE, read_report, run_rank
-from ep_runtime.launch.starter import Interrupted, start_ranks
+from ep_runtime.launch.preflight import check_before_start, check_world_size
+from ep_runtime.launch.rank_life import RankCommand, carry_out
+from ep_runtime.launch.run_config import load_run_config
+from ep_runtime.launch.run_job import REPORT_FILE, run_job
 from ep_runtime.launcher_environment import read_launcher_environment
 
 
@@ -24,23 +22,19 @@ def run_command(name: str, overrides: Sequence[str], json_file: Path | None) -> 
     launcher = read_launcher_environment(os.environ)
     config = load_run_config(name, overrides)
     prepare_json_file(json_file, config.output_dir)
-    if launcher.launcher != "none" or config.parallel.world_size == 1:
-        return run_rank(config, launcher, json_file)
-    check_before_start(config)
-    folder = prepare_output_dir(config, write_config=True)
-    return _start(config, folder, json_file)
 
+    def check() -> None:
+        check_world_size(config.parallel, launcher)
+        check_before_start(config)
 
-def _start(config: RunConfig, folder: Path, json_file: Path | None) -> int:
-    (folder / REPORT_FILE).unlink(missing_ok=True)
-    arguments = ["run", str(folder / "config.yaml")]
-    if json_file is not None:
-        arguments += ["--json", str(json_file)]
-    try:
-        start_ranks(arguments, world_size=config.parallel.world_size)
-    except RankFailure as error:
-        raise RankFailure(f"{error}; logs of the ranks: {folder}") from None
-    except Interrupted as interrupted:
-        typer.echo(f"ep-runtime: {interrupted}", err=True)
-        return interrupted.exit_status
-    return 0 if read_report(folder)["passed"] else 1
+    command = RankCommand(
+        name="run",
+        parallel=config.parallel,
+        output_dir=config.output_dir,
+        config_text=config.to_yaml(),
+        result_file=REPORT_FILE,
+        options={"--json": json_file},
+        check=check,
+        job=partial(run_job, config, json_file=json_file),
+    )
+    return carry_out(command, launcher)

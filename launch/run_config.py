@@ -17,6 +17,7 @@ from ep_runtime.kernels.errors import ConfigError
 from ep_runtime.launch.yaml_file import parse_yaml, read_yaml_mapping
 from ep_runtime.strict_model import InvalidValues, StrictModel
 
+MAX_SEED = 2**32 - 1  # random generators take 64 bits, of which ranks and layers use some
 SHIPPED_CONFIGS = Path(__file__).parent / "configs"
 _ALIASES = {
     ("parallel", "data_parallel_size"): "dp_size",
@@ -35,7 +36,7 @@ class TinyModel(StrictModel):
     """A tiny checkpoint with random weights, written before the ranks start."""
 
     family: str
-    seed: int = Field(default=0, ge=0, strict=True)
+    seed: int = Field(default=0, ge=0, le=MAX_SEED, strict=True)
 
 
 class ModelSection(StrictModel):
@@ -80,7 +81,7 @@ class WorkloadSection(StrictModel):
 
     prompts: str | None = None
     tokens_per_rank: list[StrictInt] | None = None
-    seed: int | None = Field(default=None, ge=0, strict=True)
+    seed: int | None = Field(default=None, ge=0, le=MAX_SEED, strict=True)
     routing: Literal["model", "balanced", "hotspot", "zipf"] = "model"
     max_new_tokens: int = Field(default=0, ge=0, strict=True)
 

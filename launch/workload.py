@@ -1,16 +1,16 @@
 """What the ranks are fed: prompts shared out over the DP ranks, or seeded rows and routing."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ep_runtime.checkpoint import read_config
 from ep_runtime.config import MoEConfig
+from ep_runtime.families import read_hf_config
 from ep_runtime.kernels.base import Routing
 from ep_runtime.kernels.errors import ConfigError
-from ep_runtime.launch.preflight import read_prompts
 from ep_runtime.launch.run_config import WorkloadSection
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -24,6 +24,24 @@ def share_out(num_prompts: int, dp_size: int, dp_rank: int) -> slice:
     base, extra = divmod(num_prompts, dp_size)
     start = dp_rank * base + min(dp_rank, extra)
     return slice(start, start + base + (dp_rank < extra))
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The non-empty lines of a text file, one prompt each; none is a ConfigError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"workload.prompts {path}: cannot be read: {error}") from None
+    prompts = [line for line in lines if line.strip()]
+    if not prompts:
+        raise ConfigError(f"workload.prompts {path}: holds no prompt; write one a line")
+    return prompts
+
+
+def vocab_size_of(checkpoint: Path) -> int:
+    """How many token ids the model has, as its config.json says."""
+    size: int = read_hf_config(read_config(checkpoint))["vocab_size"]
+    return size
 
 
 def prompts_of(
@@ -105,8 +123,3 @@ def make_routing(
         ids = torch.multinomial(chances, moe.top_k, generator=generator)
     weights = torch.rand(num_tokens, moe.top_k, generator=generator) + 0.1
     return Routing(ids.to(torch.int32), weights / weights.sum(dim=1, keepdim=True))
-
-
-def describe_sizes(prompts: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """How many prompts, and tokens in all."""
-    return len(prompts), sum(len(prompt) for prompt in prompts)

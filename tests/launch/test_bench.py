@@ -80,8 +80,8 @@ def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a rank was started")
 
-    monkeypatch.setattr("ep_runtime.launch.bench_command.start_ranks", refuse)
-    monkeypatch.setattr("ep_runtime.launch.bench_command.init_distributed", refuse)
+    monkeypatch.setattr("ep_runtime.launch.rank_life.start_ranks", refuse)
+    monkeypatch.setattr("ep_runtime.launch.rank_life.init_distributed", refuse)
 
 
 def test_options_win_over_the_file_and_lists_have_commas(tmp_path: Path) -> None:

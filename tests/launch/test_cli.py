@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from ep_runtime.kernels.registry import experts_names
 from ep_runtime.launch import layer_job
@@ -101,6 +102,11 @@ def test_a_raising_single_rank_is_status_1_with_one_message(
         (["--json", "run.yaml/x"], "--json run.yaml/x: cannot be written"),
         (["--json", "mistyped/x"], "mistyped is not a folder that exists; make it first"),
         (["--st", "x=1"], "No such option"),
+        (["--set", "workload.seed=4294967296"], "workload.seed: Input should be less than"),
+        (
+            ["--set", "kernel.experts=resident", "--set", "workload.routing=zipf"],
+            "workload.routing (zipf) has no effect with experts resident, which is monolithic",
+        ),
     ],
 )
 def test_what_is_wrong_is_found_before_any_rank_starts(
@@ -150,6 +156,7 @@ def test_explain_and_doctor_make_no_folder_for_the_json_file(
         ("model.tiny.family=mixtrall", "family 'mixtrall' is not supported; choose one of"),
         ("workload.prompts=nowhere.txt", "nowhere.txt: cannot be read"),
         ("workload.prompts=empty.txt", "empty.txt: holds no prompt"),
+        ("model.tiny.seed=4294967296", "model.tiny.seed: Input should be less than"),
     ],
 )
 def test_a_wrong_model_or_prompt_is_found_before_any_rank_starts(
@@ -240,6 +247,75 @@ def test_a_checkpoint_that_its_headers_show_to_be_wrong_is_found_before_any_rank
     assert text.count("\n") == 1
 
 
+def test_a_prompt_outside_the_vocabulary_is_found_before_any_rank_starts(
+    command: Command, tmp_path: Path, no_ranks: None
+) -> None:
+    source = tiny_checkpoint("qwen2_moe")
+    folder = copy_with_tensors(source, tmp_path / "model", read_tensors(source))
+    size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    path = write_config(tmp_path, TINY, prompts="abc\n")
+    fine = command("explain", str(path), "--set", "model.checkpoint=model")
+    assert fine[0] == 0, fine
+    (folder / "config.json").write_text(
+        (folder / "config.json").read_text().replace(f'"vocab_size": {size}', '"vocab_size": 99')
+    )
+    tensors = read_tensors(source)
+    cut = {n: t[:99] if t.shape[:1] == (size,) else t for n, t in tensors.items()}
+    save_file(cut, folder / "model.safetensors")
+    status, said = command("run", str(path), "--set", "model.checkpoint=model")
+    assert status == 2, said
+    assert "'abc' has the token id 99, and the model's vocab_size is 99" in said
+
+
+def test_a_failed_run_leaves_no_report_of_an_earlier_one(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(write_config(tmp_path, ONE_RANK))
+    assert command("run", path)[0] == 0
+    assert (tmp_path / "out" / "report.json").exists()
+
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("a tensor of the wrong kind")
+
+    monkeypatch.setattr(layer_job, "make_rows", fail)
+    assert command("run", path)[0] == 1
+    assert not (tmp_path / "out" / "report.json").exists()
+
+
+def test_a_check_that_is_not_a_number_is_null_in_the_report(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*tensors: Any, **more: Any) -> torch.Tensor:
+        return reference_layer(*tensors, **more) * float("nan")
+
+    monkeypatch.setattr(layer_job, "reference_layer", lost)
+    status, said = command("run", str(write_config(tmp_path, ONE_RANK)), "--json", "out.json")
+    assert status == 1, said
+    text = (tmp_path / "out.json").read_text()
+    report = json.loads(text, parse_constant=pytest.fail)
+    assert report["checks"][0] == {
+        "name": "layer: relative error",
+        "value": None,
+        "limit": 1e-5,
+        "passed": False,
+    }
+
+
+def test_a_full_disk_is_told_with_the_file_and_the_key_that_asked_for_it(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(write_config(tmp_path, ONE_RANK))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "report.json").symlink_to("/dev/full")
+    real = Path.unlink
+    monkeypatch.setattr(
+        Path, "unlink", lambda p, **k: None if p.name == "report.json" else real(p, **k)
+    )
+    status, said = command("run", path)
+    assert status == 1
+    assert "output_dir out/report.json: cannot be written: " in said
+
+
 def test_a_whole_checkpoint_passes_the_look_before_the_start(tmp_path: Path) -> None:
     from ep_runtime.launch.preflight import check_before_start
     from ep_runtime.launch.run_config import load_run_config
@@ -268,8 +344,8 @@ def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a rank was started")
 
-    monkeypatch.setattr("ep_runtime.launch.run_command.start_ranks", refuse)
-    monkeypatch.setattr("ep_runtime.launch.run_job.init_distributed", refuse)
+    monkeypatch.setattr("ep_runtime.launch.rank_life.start_ranks", refuse)
+    monkeypatch.setattr("ep_runtime.launch.rank_life.init_distributed", refuse)
 
 
 def test_a_world_of_another_size_is_refused(
@@ -318,8 +394,32 @@ def test_the_interpreter_is_asked_for_only_where_triton_is_named(
     path = write_config(tmp_path, LAYER)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for experts, wanted in (("auto", None), ("reference", None), ("triton", "1")):
-        set_interpreter_variable(load_run_config(path, [f"kernel.experts={experts}"]), os.environ)
+        parallel = load_run_config(path).parallel
+        set_interpreter_variable(parallel, experts, os.environ)
         assert os.environ.pop("TRITON_INTERPRET", None) == wanted, experts
+
+
+def test_explain_and_run_agree_on_the_device(command: Command, tmp_path: Path) -> None:
+    path = str(write_config(tmp_path, LAYER))
+    gpu = str(tmp_path / "gpu.yaml")
+    Path(gpu).write_text(LAYER.replace("device: cpu", "device: cuda"))
+    status, said = command("explain", path, "--set", "kernel.experts=triton")
+    assert status == 0, said
+    if not torch.cuda.is_available():
+        for verb in ("explain", "run"):
+            status, said = command(verb, gpu)
+            assert status == 2
+            assert "parallel.device is cuda, and torch sees no CUDA device here" in said
+    for file, machine, kind in ((gpu, "cpu", "cpu"), (path, "h200x8", "cuda")):
+        status, said = command("explain", file, "--machine", machine)
+        assert status == 2
+        assert f"--machine {machine} is a {kind} machine, and parallel.device is" in said
+
+
+def test_a_missing_json_file_is_no_checkpoint_to_explain(command: Command) -> None:
+    status, said = command("explain", "nope.json")
+    assert status == 2
+    assert "nope.json: no such file" in said
 
 
 def test_explain_plans_a_deepseek_v3_layer_for_machines_that_are_not_here(

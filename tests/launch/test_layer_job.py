@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ep_runtime.config import MoEConfig, ParallelConfig
 from ep_runtime.distributed import init_distributed
@@ -52,3 +53,23 @@ def test_a_layer_that_computes_on_fp8_rows_passes_its_check(scheme: str, tmp_pat
     assert error.limit == 6e-2
     assert 1e-2 < error.value < 6e-2
     assert all(check.passed for check in checks.values())
+
+
+def test_an_output_that_the_next_call_changes_fails_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_run_config(write_config(tmp_path, ONE_RANK), [])
+    assert config.model.layer is not None
+    call, kept = LayerJob._call, list[torch.Tensor]()
+
+    def reuse(*given: Any) -> torch.Tensor:
+        kept.append(call(*given))
+        if len(kept) == 2:
+            kept[0].zero_()
+        return kept[-1]
+
+    monkeypatch.setattr(LayerJob, "_call", reuse)
+    with init_distributed(config.parallel) as ctx:
+        plan, result = LayerJob(config, config.model.layer, ctx).run()
+    first = layer_checks(config, plan, [result])[0]
+    assert (first.name, first.value, first.passed) == ("layer: relative error", 1.0, False)
