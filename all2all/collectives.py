@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_runtime.all2all.base import EPGroup
-from ep_runtime.kernels.errors import RankFailure
+from ep_runtime.kernels.errors import RankFailure, first_line
 
 # torch 2.13 renamed these two and deprecates the older names, which 2.10 to 2.12 have alone.
 _HAS_SINGLE = hasattr(dist, "all_gather_single")
@@ -88,7 +88,7 @@ def raise_rank_failure(group: EPGroup, error: Exception) -> NoReturn:
         group.check()
         group.check_wait(waited_s)
         time.sleep(0.05)
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    reason = first_line(error)
     if "imed out" in reason:
         raise RankFailure(
             f"rank {group.rank} of a group of {group.size} had no answer from another rank within "

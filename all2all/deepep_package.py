@@ -27,7 +27,7 @@ from ep_runtime.all2all.base import (
     shape_fault,
 )
 from ep_runtime.all2all.expert_ids import IdTable
-from ep_runtime.kernels.errors import ConfigError, PlanError
+from ep_runtime.kernels.errors import ConfigError, PlanError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def open_buffer(module: ModuleType, group: EPGroup, backend: str, **options: Any
     try:
         buffer = module.Buffer(group.process_group, explicitly_destroy=True, **options)
     except (RuntimeError, AssertionError, OSError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise ConfigError(
             f"all2all_backend {backend}: deep_ep.Buffer({options}) failed: {reason}; it needs "
             f"NVLink between all GPUs of the EP group, each rank on its own, and in low-latency "

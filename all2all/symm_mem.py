@@ -26,7 +26,7 @@ Wire protocol of one call in one slot, seen from rank s:
    `sum_results`; two where many rows, or a separate join, ask for the wait on its own).
 
 Memory order. Writer: all threads of a program store rows with ordinary stores; a block-wide
-barrier; then one thread adds the program's share with a release at system scope. Reader: spins on
+barrier; then one thread for each peer adds the program's share with a release at system scope. Reader: spins on
 the counters with volatile loads, then reads them again with an acquiring atomic at system scope;
 a block-wide barrier; then ordinary loads, in that program or in a later launch on the stream. A
 call's shares add up to ARRIVAL_SHARES, so a counter reaches its target only after the release of
@@ -62,7 +62,9 @@ Why two buffers suffice. One receive and one result buffer serve any number of c
 another: each phase of a call is the other's permission to write. The second slot is there so that
 a call may be dispatched before the combine of the one before it is joined. A call takes the first
 free slot and holds it from dispatch to the join of its combine; all ranks make the same calls in
-the same order, so they take the same slot. A third call in flight, of whatever backend, is refused.
+the same order, so they take the same slot. A third call in flight, of whatever backend in these
+slots, is refused. A call that is given up after its dispatch keeps its slot: its counters are out of
+step with its peers', and the context that it failed in is to be closed.
 The calls of a context's layers are made on one stream, or on streams that the caller orders.
 
 Graphs. The host bakes addresses and row counts into a launch, which are static under capture;
@@ -111,8 +113,7 @@ from ep_runtime.all2all.base import (
 )
 from ep_runtime.all2all.comm_stream import CommStream
 from ep_runtime.all2all.symmetric_buffer import open_symmetric_buffer
-from ep_runtime.all2all.symmetric_slots import NUM_SLOTS as NUM_SLOTS
-from ep_runtime.all2all.symmetric_slots import OpenBuffer, shared_slots
+from ep_runtime.all2all.symmetric_slots import NUM_SLOTS, OpenBuffer, shared_slots
 from ep_runtime.kernels.base import Concurrency, ConcurrencyRule, InputFormat, StandardExpertInput
 from ep_runtime.kernels.errors import CapacityError, PlanError, RankFailure
 from ep_runtime.kernels.interpreter import prepare_launch
@@ -223,8 +224,9 @@ class PendingCombine:
         """Sum the results and `bias` [T, H] in float32; a fresh [T, H] in the input's dtype."""
         if self._is_given:
             raise RuntimeError("a combine of symm_mem gives its result once; keep what wait gave")
-        self._is_given = True
-        return self.backend.finish(self, bias, is_joined=self._is_joined)
+        was_joined = self._is_joined
+        self._is_given = self._is_joined = True  # a later join must not wait for the next call
+        return self.backend.finish(self, bias, is_joined=was_joined)
 
 
 def _slot_layout(shape: BackendShape) -> SlotLayout:
@@ -425,7 +427,7 @@ class SymmMemBackend:
             if self._on_cuda:
                 self._join_own_put(pending)
             else:
-                pending.join()
+                self.wait(pending, wait_for_results)
         output = sum_results(
             self.channels[handle.slot],
             pending.expert_output,

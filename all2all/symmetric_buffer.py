@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ep_runtime.all2all.base import EPGroup
 from ep_runtime.all2all.collectives import gather_integers, gather_texts
-from ep_runtime.kernels.errors import ConfigError
+from ep_runtime.kernels.errors import ConfigError, first_line
 
 _ALIGNMENT = 256
 
@@ -49,7 +49,7 @@ class SymmetricBuffer:
 def open_symmetric_buffer(group: EPGroup, num_bytes: int) -> SymmetricBuffer:
     """The form for the group's device; a collective of the group.
 
-    Raises ConfigError on all ranks where one cannot reach another's memory.
+    Raises ConfigError on all ranks where one has no memory left or cannot reach another's.
     """
     if group.process_group is None:
         return virtual_buffers(1, num_bytes, group.device)[0]
@@ -76,9 +76,18 @@ def _open_cuda_buffer(
 ) -> SymmetricBuffer:
     import torch.distributed._symmetric_memory as symmetric_memory
 
+    # Before anybody waits for a rank that has no memory in torch's own rendezvous.
     fault = ""
     try:
         memory = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=group.device)
+    except RuntimeError as error:
+        fault = f"cannot allocate {num_bytes} bytes: {first_line(error)}"
+    _refuse_faults(
+        gather_texts(fault, group),
+        "memory for its slots on every GPU",
+        "lower parallel.max_tokens_per_rank or use all2all_backend: all_to_all",
+    )
+    try:
         handle = symmetric_memory.rendezvous(memory, process_group)
         bases = [int(base) for base in handle.buffer_ptrs]
         # The tensor may lie behind the start of its allocation, on every rank alike.
@@ -86,7 +95,7 @@ def _open_cuda_buffer(
         memory.zero_()
         torch.cuda.synchronize(group.device)
     except RuntimeError as error:
-        fault = str(error).splitlines()[0]
+        fault = first_line(error)
     _refuse_faults(gather_texts(fault, group), "peer access between the GPUs of all ranks")
     addresses = tuple(base + offset for base in bases)
     return SymmetricBuffer(memory, addresses, (handle,))
@@ -137,10 +146,11 @@ def _host_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def _refuse_faults(faults: tuple[str, ...], required: str) -> None:
+def _refuse_faults(
+    faults: tuple[str, ...], required: str, cure: str = "use all2all_backend: all_to_all"
+) -> None:
     for rank, fault in enumerate(faults):
         if fault:
             raise ConfigError(
-                f"all2all_backend symm_mem needs {required}; EP rank {rank}: {fault}; use "
-                f"all2all_backend: all_to_all"
+                f"all2all_backend symm_mem needs {required}; EP rank {rank}: {fault}; {cure}"
             )

@@ -96,7 +96,8 @@ class SymmetricSlots:
         if not self._free:
             raise RuntimeError(
                 f"symm_mem has {NUM_SLOTS} calls in flight, which is its limit for all layers "
-                f"together; wait for the combine of one before dispatching the next"
+                f"together; wait for the combine of one before dispatching the next (a call that "
+                f"an exception has ended keeps its place: close the context)"
             )
         return self._free.pop(0)
 

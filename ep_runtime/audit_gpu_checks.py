@@ -14,7 +14,7 @@ from ep_runtime.audit_stand_ins import EXPERTS as STAND_IN_EXPERTS
 from ep_runtime.audit_stand_ins import registered_stand_ins
 from ep_runtime.audit_streams import AuditCase, plan_fault
 from ep_runtime.config import MoEConfig
-from ep_runtime.kernels.errors import ConfigError, EPRuntimeError
+from ep_runtime.kernels.errors import ConfigError, EPRuntimeError, first_line
 from ep_runtime.layer import MoELayer
 from ep_runtime.machine import Machine
 from ep_runtime.plan import Plan
@@ -124,7 +124,7 @@ def _why_lost(site: GpuSite) -> str | None:
     try:
         site.gpu.finish()
     except Exception as error:
-        return str(error).splitlines()[0]
+        return first_line(error)
     return None
 
 

@@ -143,6 +143,7 @@ class ModularKernel:
             call.before_experts()
         with timer.phase("experts"), self._workspace.frame():
             output = run_experts(self.experts, expert_input, weights, self._workspace)
+        self._refuse_other_shape(output, expert_input)
         self._count(expert_input)
 
         at_issue = (
@@ -160,6 +161,15 @@ class ModularKernel:
         if shared is not None and bias_kind is CombineBias.NONE:
             part.add_(shared[rows])
         return part, shared
+
+    def _refuse_other_shape(self, output: Tensor, expert_input: ExpertInput) -> None:
+        """A backend would read past the end of fewer rows."""
+        received = expert_input.hidden_states
+        if output.shape != received.shape:
+            raise ValueError(
+                f"experts {self.experts.capabilities.name} returned {list(output.shape)} for "
+                f"received rows {list(received.shape)}; it must return one row for each"
+            )
 
     def _count(self, expert_input: ExpertInput) -> None:
         """Add an experts call's slots to `tokens_per_expert`; no wait for the device."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from ep_runtime.kernels.errors import ConfigError
+from ep_runtime.kernels.errors import ConfigError, first_line
 from ep_runtime.launcher_environment import LauncherEnvironment
 
 
@@ -101,7 +101,7 @@ def _connect(address: str, port: int, *, is_host: bool, timeout: timedelta) -> S
         return TCPStore(address, port, is_master=is_host, timeout=timeout, wait_for_workers=False)
     except RuntimeError as error:
         problem = "is busy or not an address of this machine" if is_host else "cannot be reached"
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise ConfigError(
             f"MASTER_ADDR ({address}), MASTER_PORT ({port}) {problem}: {reason}; choose another "
             f"MASTER_PORT"

@@ -23,3 +23,9 @@ class CapacityError(EPRuntimeError, RuntimeError):
 
 class RankFailure(EPRuntimeError, RuntimeError):
     """Another rank failed or is gone; names the rank and its reason."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line; its type's name where it says nothing."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -103,12 +103,13 @@ def choose_tiles_of_packed(
 
 def unpacked_bytes(num_rows: int, shape: ExpertsShape) -> int:
     """The most that 16-bit weights of a call of `num_rows` take, one projection at a time; 0 where
-    it has too few rows for them, or they are too large. Never less for more rows."""
-    widest = 2 * shape.intermediate_size
+    no device unpacks them, it has too few rows for them, or they are too large. Never less for
+    more rows."""
+    if not suits_hopper_packed(shape) or _has_short_groups(shape.scheme):
+        return 0  # unpack_weight has one scale a chunk
+    widest = (2 if shape.activation.is_gated else 1) * shape.intermediate_size
     elements = shape.num_local_experts * widest * shape.hidden_size
     num_bytes = aligned_bytes(elements * shape.dtype.itemsize)
-    if _has_short_groups(shape.scheme):
-        return 0  # unpack_weight has one scale a chunk
     has_rows = num_rows * shape.top_k >= UNPACKED_FROM * shape.num_local_experts
     return num_bytes if has_rows and num_bytes <= MAX_UNPACKED_BYTES else 0
 

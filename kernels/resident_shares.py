@@ -275,7 +275,7 @@ def _project_down_share(
                     result += tl.where(is_here[None, :], ratios[None, :] * bias[:, None], 0.0)
             largest = tl.load(routed.largest_ptr + rows, mask=is_row, other=0.0)
             factors = tl.load(routed.factors_ptr + rows, mask=is_row, other=0.0)
-            result = tl.where((largest > 0)[None, :], result * factors[None, :], 0.0)
+            result = tl.where((largest == 0)[None, :], 0.0, result * factors[None, :])
             result = tl.where(has_failed, float("nan"), result)
             out_ptrs = out_ptr + rows.to(tl.int64)[None, :] * sizes.hidden_size + columns[:, None]
             mask = is_row[None, :] & is_column[:, None]

@@ -1,8 +1,9 @@
 """Experts as Triton kernels: align, two grouped GEMMs, sum; for the standard format.
 
 Four launches on one stream (one more where rows are quantised, or permuted for the Hopper GEMMs,
-and one where many slots are aligned), none of which waits for the device, all scratch from the
-workspace: so a call can be captured into a CUDA graph and runs beside other work.
+one where many slots are aligned, two where packed weights are unpacked), none of which waits for
+the device. All scratch is the workspace's, but for a copy of rows that a kernel cannot gather as
+they lie: so a call can be captured into a CUDA graph and runs beside other work.
 """
 
 import torch

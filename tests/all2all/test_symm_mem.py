@@ -36,6 +36,7 @@ from tests.all2all.contract import (
     received_rows,
 )
 from tests.all2all.virtual_ranks import (
+    LIMITS,
     coded_output,
     expert_scale,
     make_virtual_ranks,
@@ -233,6 +234,29 @@ def test_joining_before_waiting_gives_the_same_bits() -> None:
         biases = [torch.ones_like(own.hidden_states) for own in tokens]
         results.append([c.wait(b) for c, b in zip(combining, biases, strict=True)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("waits_as_cuda", [False, True])
+def test_a_join_after_the_result_does_not_wait_for_the_next_call(waits_as_cuda: bool) -> None:
+    skip_without_interpreter("cpu")
+    shape, device = make_shape(2), torch.device("cpu")
+    backends = make_virtual_ranks(shape, device, replace(LIMITS, wait_limit_s=1))
+    for backend in backends:
+        backend._on_cuda = waits_as_cuda
+    tokens = [stress_tokens(shape, (3, 5), rank, 0) for rank in range(2)]
+    landed = [d.wait() for d in dispatch_all(backends, tokens)]
+    combining = [
+        b.combine(torch.zeros_like(received.hidden_states), handle)
+        for b, (received, handle) in zip(backends, landed, strict=True)
+    ]
+    for pending in combining:
+        pending.wait()
+    for dispatching in dispatch_all(backends, tokens):
+        dispatching.join()  # the slot's epoch is the next call's
+    for pending in combining:
+        pending.join()
+    for backend in backends:
+        backend.check()
 
 
 def test_more_rows_than_the_buffers_hold_are_refused_with_the_numbers() -> None:
@@ -614,6 +638,35 @@ def test_ranks_on_two_hosts_are_refused_on_every_rank() -> None:
     for message in run_ranks(refuse_foreign_host, parallel(2)):
         assert "one host" in message
         assert "all2all_backend: all_to_all" in message
+
+
+def open_without_memory(ctx: EPContext) -> str:
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    from ep_runtime.all2all import symmetric_buffer
+
+    def empty(num_bytes: int, **_: Any) -> Tensor:
+        if ctx.rank == 1:
+            raise RuntimeError("\nCUDA out of memory")
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def rendezvous(*_: Any) -> None:
+        raise AssertionError("a rank waits for one that has no memory")
+
+    symmetric_memory.empty = empty  # type: ignore[assignment]
+    symmetric_memory.rendezvous = rendezvous  # type: ignore[assignment]
+    group = ctx.ep_group.process_group
+    assert group is not None
+    try:
+        symmetric_buffer._open_cuda_buffer(ctx.ep_group, group, 100)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_without_memory_for_its_slots_is_named_by_every_rank() -> None:
+    for message in run_ranks(open_without_memory, parallel(2)):
+        assert "EP rank 1: cannot allocate 100 bytes: CUDA out of memory; lower" in message
 
 
 # --- on a GPU: graphs and overlap ---

@@ -246,6 +246,15 @@ class RaisingExperts(RecordedExperts):
         raise ArithmeticError("the experts kernel failed")
 
 
+class ShortExperts(RecordedExperts):
+    """Returns one row too few."""
+
+    def run(
+        self, expert_input: ExpertInput, weights: ExpertWeights, workspace: Workspace
+    ) -> Tensor:
+        return super().run(expert_input, weights, workspace)[:-1]
+
+
 class Monolithic(MonolithicExperts):
     """Routes by the definition, then computes this rank's experts."""
 
@@ -297,6 +306,8 @@ def _register_experts() -> None:
     raising = _declared("raising", Concurrency.CERTIFIED)
     ep.register_experts("batched", type("batched", (RecordedExperts,), {"capabilities": batched}))
     ep.register_experts("raising", type("raising", (RaisingExperts,), {"capabilities": raising}))
+    short = _declared("short", Concurrency.CERTIFIED)
+    ep.register_experts("short", type("short", (ShortExperts,), {"capabilities": short}))
 
 
 def register() -> None:

@@ -1,5 +1,6 @@
 """The runner with every owner and schedule: who computed what, how often, and in which order."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -489,6 +490,21 @@ def _failing_routed_part(ctx: EPContext) -> list[str]:
 def test_the_aux_stream_is_joined_when_the_routed_part_fails() -> None:
     (events,) = run_ranks(_failing_routed_part, _parallel(1))
     assert events == ["fork", "shared on aux", "experts", "join aux"]
+
+
+def _short_experts(ctx: EPContext) -> None:
+    stand_ins.register()
+    moe = coded_config(5, 2)
+    for backend in ("local", "all_to_all"):
+        layer = build_layer(ctx, moe, backend=backend, experts="short")
+        layer.load_experts(**coded_weights(moe, [10.0] * 5, 1.0))
+        received = re.escape(f"short returned [3, {moe.hidden_size}] for received rows [4,")
+        with pytest.raises(ValueError, match=received):
+            layer(coded_rows(4, 0))
+
+
+def test_experts_that_return_too_few_rows_are_named_before_a_backend_reads_them() -> None:
+    run_ranks(_short_experts, _parallel(1))
 
 
 def _hundred_layers(ctx: EPContext) -> tuple[int, int]:

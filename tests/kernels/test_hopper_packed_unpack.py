@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ep_runtime.kernels import hopper_packed_schedule
-from ep_runtime.kernels.base import ActivationKind
+from ep_runtime.kernels.base import Activation, ActivationKind
 from ep_runtime.kernels.hopper_packed_layout import hopper_words, pack_hopper_weights
 from ep_runtime.kernels.hopper_packed_schedule import (
     UNPACKED_FROM,
@@ -20,7 +20,7 @@ from ep_runtime.kernels.reference_experts import ReferenceExperts
 from ep_runtime.kernels.triton_experts import TritonExperts
 from ep_runtime.kernels.workspace import Workspace
 from tests.kernels.cases import ExpertsCase, poisoned_workspace
-from tests.kernels.packed_cases import PackedCase, int4
+from tests.kernels.packed_cases import PackedCase, int4, int8
 from tests.tolerances import assert_close
 
 ODD = ExpertsCase("odd", 4, 2, 168, 104, 2, dtype=torch.bfloat16)
@@ -76,6 +76,10 @@ def test_only_calls_of_very_many_rows_of_weights_that_fit_unpack_them(
     assert not unpacks(1 << 20, of=128)  # 7 GiB
     assert unpacked_bytes(UNPACKED_FROM, shape) == 8 * 2 * 2048 * 7168 * 2
     assert unpacked_bytes(UNPACKED_FROM - 1, shape) == 0
+    ungated = replace(shape, activation=Activation(ActivationKind.RELU2), num_local_experts=32)
+    assert unpacked_bytes(4 * UNPACKED_FROM, ungated) == 32 * 2048 * 7168 * 2
+    for never in (replace(shape, scheme=int8()), replace(shape, dtype=torch.float32)):
+        assert unpacked_bytes(UNPACKED_FROM, never) == 0
 
 
 @pytest.mark.gpu

@@ -121,6 +121,22 @@ def test_negative_router_weights_and_ids_outside_count_as_they_are(device: torch
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_router_weights_that_are_not_numbers_make_their_rows_so(
+    way: str, device: torch.device
+) -> None:
+    """Some of a row's, or all of them; other rows keep their numbers."""
+    expert_input = TINY.case.expert_input(device)
+    expert_input.topk_ids[:2] = torch.arange(expert_input.topk_ids.shape[1], dtype=torch.int32)
+    expert_input.topk_weights[:2] = torch.nan
+    expert_input.topk_weights[1, 0] = 0.5
+    output = run(kernel_of(TINY, way), TINY, expert_input)
+    expected = reference(TINY, expert_input)
+    assert expected[:2].isnan().all()
+    assert output[:2].isnan().all()
+    assert_close(output[2:], expected[2:])
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_equal_calls_give_bit_equal_results(way: str, device: torch.device) -> None:
     expert_input = TINY.case.expert_input(device)
     kernel = kernel_of(TINY, way)
