@@ -371,7 +371,7 @@ def _refuse_world_size(parallel: ParallelConfig, world_size: int, source: str) -
 def _bound_interpreter_exit() -> None:
     """End the process even if a device never becomes idle."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(10)
+    signal.alarm(5)
 
 
 @dataclass

@@ -2,9 +2,9 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 from ep_runtime.config import ParallelConfig
 from ep_runtime.distributed import EPContext, init_distributed
-from ep_runtime.failure import FailureLimits
+from ep_runtime.failure import FailureLimits, FailureWatch
 from ep_runtime.kernels.errors import RankFailure
 from ep_runtime.rendezvous import Rendezvous
 from tests.all2all.contract import ContractCase, run_layer, seeded_rows
+from tests.ep_runtime.program_ranks import run_programs
 from tests.harness import (
     Outcome,
     connect,
@@ -89,10 +90,23 @@ def test_survivors_name_a_killed_rank() -> None:
     assert max(outcome.seconds for outcome in outcomes) < 30
 
 
-def test_survivors_name_a_killed_rank_within_30_seconds_by_default() -> None:
-    outcomes = rank_outcomes(wait_for_each_other_but_rank, ranks(2), 1, "kill", timeout=60)
-    assert names(outcomes[0], "rank 1 is gone"), outcomes
-    assert outcomes[0].seconds < 30
+def wait_or_block_while_rank_1_is_killed(ctx: EPContext) -> None:
+    ctx.rows_per_rank(1)
+    if ctx.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if ctx.rank == 2:
+        time.sleep(60)
+    ctx.rows_per_rank(1)
+
+
+def test_all_ranks_end_within_20_seconds_of_a_kill_by_default_even_a_blocked_one() -> None:
+    waiting, killed, blocked = rank_outcomes(
+        wait_or_block_while_rank_1_is_killed, ranks(3), timeout=50
+    )
+    assert killed.exit_code == -signal.SIGKILL
+    assert names(waiting, "rank 1 is gone"), waiting
+    assert blocked.exit_code == 1, blocked
+    assert max(waiting.seconds, blocked.seconds) - killed.seconds < 20
 
 
 def host_store_on_rank_0(rank: int, port: int, prefix: str, how: str) -> None:
@@ -131,16 +145,69 @@ def test_a_rank_whose_main_thread_is_slow_is_not_taken_for_dead() -> None:
     assert run_ranks(be_slow_on_rank_1, ranks(2), slow_s, limits=QUICK) == [(0, 1), (0, 1)]
 
 
-def block_without_checking(ctx: EPContext) -> None:
+def block_without_checking(ctx: EPContext, blocks_abort: bool) -> None:
     if ctx.rank == 1:
         raise ValueError("boom")
+    if blocks_abort:  # as NCCL may
+        setattr(ctx._watch, "_on_failure", lambda: time.sleep(60))  # noqa: B010
     time.sleep(60)
 
 
-def test_a_rank_whose_main_thread_never_notices_is_ended() -> None:
-    outcomes = rank_outcomes(block_without_checking, ranks(2), timeout=40, limits=QUICK)
+@pytest.mark.parametrize("blocks_abort", [False, True])
+def test_a_rank_whose_main_thread_never_notices_is_ended(blocks_abort: bool) -> None:
+    limits = replace(QUICK, exit_grace_s=0.5)
+    outcomes = rank_outcomes(
+        block_without_checking, ranks(2), blocks_abort, timeout=20, limits=limits
+    )
     assert outcomes[0].exit_code == 1
-    assert outcomes[0].seconds < 20
+    assert outcomes[0].seconds < 15
+
+
+def test_what_ends_the_waits_is_called_once_and_may_block() -> None:
+    threads: list[threading.Thread] = []
+    released = threading.Event()
+
+    def block() -> None:
+        threads.append(threading.current_thread())
+        released.wait(3)
+
+    watch = FailureWatch(
+        HashStore(),
+        rank=0,
+        world_size=2,
+        store_host="nobody",
+        limits=FailureLimits(poll_interval_s=0.05, farewell_s=0.5),
+        on_failure=block,
+    )
+    started_at = time.monotonic()
+    try:
+        for text in ("first", "second"):
+            watch.report(ValueError(text))
+        with pytest.raises(RankFailure, match="rank 0 failed: ValueError: first"):
+            watch.check()
+        watch.close(must_outlive_others=True)
+        assert time.monotonic() - started_at < 2.5
+    finally:
+        released.set()
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
+
+
+def suspend_together(ctx: EPContext, seconds: float) -> str:
+    """The whole machine, as it were, is asleep."""
+    ctx.rows_per_rank(1)
+    waker = subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+    waker.wait()
+    for _ in range(10):
+        ctx.check()
+        time.sleep(0.1)
+    return "ended"
+
+
+def test_nobody_is_missed_after_all_ranks_were_suspended() -> None:
+    limits = replace(QUICK, poll_interval_s=0.1, stale_after_s=1.5)
+    assert run_ranks(suspend_together, ranks(2), 3.0, limits=limits) == ["ended"] * 2
 
 
 def block_in_a_kernel(ctx: EPContext) -> None:
@@ -305,33 +372,12 @@ for n in range(100):
 """
 
 
-def run_script(script: str) -> tuple[list[int], list[str]]:
-    """The exit statuses and stderrs of two processes that a launcher without an agent started."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environ = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", script],
-            env=environ | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)},
-            cwd=ROOT,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    errors = [process.communicate(timeout=90)[1] for process in processes]
-    return [process.returncode for process in processes], errors
-
-
 def test_a_script_that_dies_without_closing_its_context_tells_the_others() -> None:
-    started_at = time.monotonic()
-    statuses, errors = run_script(SCRIPT)
-    assert "RankFailure: rank 1 failed: KeyError: 'uncaught'" in errors[0]
-    assert "KeyError: 'uncaught'" in errors[1]
-    assert statuses == [1, 1]
-    assert time.monotonic() - started_at < 60
+    survivor, failed = run_programs(SCRIPT)
+    assert "RankFailure: rank 1 failed: KeyError: 'uncaught'" in survivor.stderr
+    assert "KeyError: 'uncaught'" in failed.stderr
+    assert (survivor.status, failed.status) == (1, 1)
+    assert survivor.seconds < 20
 
 
 EXITING_SCRIPT = """
@@ -348,11 +394,10 @@ ctx.rows_per_rank(1)
 
 
 def test_a_script_that_exits_while_another_rank_waits_for_it_is_named() -> None:
-    started_at = time.monotonic()
-    statuses, errors = run_script(EXITING_SCRIPT)
-    assert "RankFailure: rank 0 has ended without closing its context" in errors[1], errors
-    assert statuses == [3, 1]
-    assert time.monotonic() - started_at < 40
+    exited, waiting = run_programs(EXITING_SCRIPT)
+    assert "RankFailure: rank 0 has ended without closing its context" in waiting.stderr
+    assert (exited.status, waiting.status) == (3, 1)
+    assert waiting.seconds < 20
 
 
 UNCLOSED_SCRIPT = """
@@ -365,9 +410,9 @@ time.sleep(3 * ctx.rank)
 
 
 def test_scripts_that_just_end_without_closing_end_well() -> None:
-    statuses, errors = run_script(UNCLOSED_SCRIPT)
-    assert statuses == [0, 0], errors
-    assert not any("Error" in error or "RankFailure" in error for error in errors), errors
+    ends = run_programs(UNCLOSED_SCRIPT)
+    assert [end.status for end in ends] == [0, 0], ends
+    assert not any("Error" in end.stderr or "RankFailure" in end.stderr for end in ends), ends
 
 
 SURVIVING_SCRIPT = """
@@ -401,9 +446,48 @@ else:
 
 
 def test_a_survivor_ends_with_its_own_status_while_the_failed_rank_lives_on() -> None:
-    statuses, errors = run_script(SURVIVING_SCRIPT)
-    assert statuses == [5, 0], errors
-    assert "alarm in 0" in errors[0]
+    survivor, failed = run_programs(SURVIVING_SCRIPT)
+    assert (survivor.status, failed.status) == (5, 0), (survivor, failed)
+    assert "alarm in 0" in survivor.stderr
+
+
+SUSPENDED_HOST = """
+import os, signal, time
+import torch.distributed as dist
+import ep_runtime as ep
+from ep_runtime.failure import FailureLimits
+
+limits = FailureLimits(poll_interval_s=0.1, stale_after_s=1.5, exit_grace_s=0.5, farewell_s=0.5)
+with ep.init_distributed(ep.ParallelConfig(dp_size=6, device="cpu"), limits=limits) as ctx:
+    ctx.rows_per_rank(1)
+    if ctx.rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.3)  # until the host has stopped
+    if ctx.rank == 1:
+        ctx.rows_per_rank(1)
+    if ctx.rank == 2:
+        ctx.close()
+    if ctx.rank == 3:
+        raise ValueError("its own")
+    if ctx.rank == 4:
+        dist.distributed_c10d._get_default_store().check(["blocked"])
+"""
+
+
+def test_every_rank_ends_when_the_one_that_hosts_the_store_is_suspended() -> None:
+    """In a collective, in close, by an exception, blocked in the store, and by leaving `with`."""
+    message = "rank 0 (the store's host) has not answered for 1.5 s"
+    host, in_collective, closing, raising, blocked, leaving = run_programs(
+        SUSPENDED_HOST, 6, timeout=25
+    )
+    assert host.status is None
+    survivors = (in_collective, closing, raising, blocked, leaving)
+    assert [end.status for end in survivors] == [1] * 5, survivors
+    for end in (in_collective, closing, leaving):
+        assert f"RankFailure: {message}" in end.stderr
+    assert "ValueError: its own" in raising.stderr
+    assert blocked.stderr.endswith(f"ends, blocked since another rank failed: {message}\n")
+    assert max(end.seconds for end in survivors) - host.seconds < 10
 
 
 HANDLED_SCRIPT = """
