@@ -4,12 +4,14 @@ import json
 import logging
 from collections.abc import Callable
 from functools import cache
+from itertools import takewhile
 
 import torch.distributed as dist
 
 from ep_runtime.all2all.base import EPGroup
 from ep_runtime.all2all.collectives import gather_texts
 from ep_runtime.all2all.registry import backend_names
+from ep_runtime.disagreement import disagreement
 from ep_runtime.kernels.errors import PlanError
 from ep_runtime.kernels.registry import experts_names
 from ep_runtime.plan import Plan
@@ -50,7 +52,7 @@ def _log_what_auto_could_not_use(plan: Plan) -> None:
         ("backend", plan.backend, backend_names()),
         ("experts", plan.experts, experts_names()),
     ):
-        preferred = order[: order.index(chosen)]
+        preferred = list(takewhile(chosen.__ne__, order))
         for rejection in plan.rejections:
             if rejection.kind == kind and rejection.name in preferred:
                 _log_once(f"auto takes {kind} {chosen}, not {rejection.name}: {rejection.reason}")
@@ -67,11 +69,8 @@ def _differences(
     """One text per key that differs: its values, and the ranks that have each."""
     differing = []
     for key in sorted({key for values in plans for key in values if wanted(key)}):
-        ranks_by_value: dict[str, list[int]] = {}
-        for rank, values in zip(ranks, plans, strict=True):
-            ranks_by_value.setdefault(repr(values.get(key, "not there")), []).append(rank)
-        if len(ranks_by_value) > 1:
-            shown = ", ".join(f"{v} on ranks {r}" for v, r in ranks_by_value.items())
+        shown = disagreement([repr(values.get(key, "not there")) for values in plans], ranks)
+        if shown is not None:
             differing.append(f"{key}: {shown}")
     return differing
 

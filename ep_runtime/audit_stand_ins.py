@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ep_runtime.all2all import collectives
-from ep_runtime.all2all import registry as backends
 from ep_runtime.all2all.all_to_all import AllToAllBackend, ReturnPath
 from ep_runtime.all2all.base import (
     All2AllBackend,
@@ -31,7 +30,7 @@ from ep_runtime.all2all.base import (
 from ep_runtime.all2all.collectives import Collective
 from ep_runtime.all2all.comm_stream import CommStream
 from ep_runtime.all2all.expert_ids import IdTable
-from ep_runtime.kernels import registry as experts
+from ep_runtime.all2all.registry import stand_in_backends
 from ep_runtime.kernels.base import (
     Concurrency,
     ConcurrencyRule,
@@ -43,6 +42,7 @@ from ep_runtime.kernels.base import (
 )
 from ep_runtime.kernels.quant.scheme import RowScheme
 from ep_runtime.kernels.reference_experts import ReferenceExperts, run_standard_reference
+from ep_runtime.kernels.registry import stand_in_experts
 from ep_runtime.kernels.routing import route_tokens
 from ep_runtime.kernels.workspace import Workspace
 
@@ -206,22 +206,14 @@ def _experts_class(name: str, concurrency: Concurrency) -> type[Any]:
 
 
 @contextmanager
-def registered_stand_ins(site: Site, *, with_triton: bool) -> Iterator[None]:
-    """Make the stand-ins choosable by name while this is open."""
+def registered_stand_ins(site: Site, *, with_triton: bool) -> Iterator[tuple[str, ...]]:
+    """Make the stand-ins choosable by name while this is open; gives the backends' names, the
+    kernels' are EXPERTS. No list of names that a user is told has them."""
     made: list[type[All2AllBackend[Any, Any]]] = [
         _biased_backend(kind, site) for kind in (CombineBias.AT_ISSUE, CombineBias.AT_JOIN)
     ]
     if with_triton:
         made.append(_symm_mem_backend(site))
-    for backend in made:
-        backends.register_backend(backend.capabilities.name, backend)
-    for name in EXPERTS:
-        concurrency = Concurrency(name.rpartition("_")[2])
-        experts.register_experts(name, _experts_class(name, concurrency))
-    try:
-        yield
-    finally:
-        for backend in made:
-            backends._registered.pop(backend.capabilities.name)
-        for name in EXPERTS:
-            experts._registered.pop(name)
+    kernels = [_experts_class(name, Concurrency(name.rpartition("_")[2])) for name in EXPERTS]
+    with stand_in_backends(made), stand_in_experts(kernels):
+        yield tuple(backend.capabilities.name for backend in made)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from ep_runtime.all2all.registry import backend_class, backend_names
+from ep_runtime.audit_stand_ins import EXPERTS as STAND_IN_EXPERTS
 from ep_runtime.audit_stand_ins import (
     collectives_on_their_own_stream,
     registered_stand_ins,
@@ -127,11 +128,11 @@ def all_cases(*, with_triton: bool | None = None) -> list[AuditCase]:
     with_triton: with stand-ins that launch Triton kernels; None: where it is interpreted.
     """
     launches = _has_triton() if with_triton is None else with_triton
-    with registered_stand_ins(StreamRecorder(), with_triton=launches):
+    with registered_stand_ins(StreamRecorder(), with_triton=launches) as stand_in_backends:
         names = [
             (backend, experts)
-            for backend in backend_names()
-            for experts in experts_names()
+            for backend in (*backend_names(), *stand_in_backends)
+            for experts in (*experts_names(), *STAND_IN_EXPERTS)
             # On one rank nothing is gathered, so a monolithic kernel meets no backend.
             if backend == "local" or not _is_monolithic(experts)
         ]

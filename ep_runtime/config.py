@@ -25,7 +25,8 @@ class MoEConfig(StrictModel):
 
     shared_intermediate_size: total width of all shared experts; default
     num_shared_experts * moe_intermediate_size; 0 means there is none.
-    swiglu_limit None: not clamped.
+    n_group, topk_group: equal where all experts are in reach, so both are 1 then; group_score
+    top2_sum is for several groups. swiglu_alpha, swiglu_limit: of swigluoai; None: not clamped.
     quantization: how the routed experts' weights are stored; a scheme's name, or its keys
     ({weight: int4_w4a16, group_size: 128}). The router is never quantised.
     shared_quantization: how the shared expert's are: none or fp8_block.
@@ -99,6 +100,16 @@ class MoEConfig(StrictModel):
                 f"top_k ({self.top_k}) must be at most the {in_reach} experts of "
                 f"topk_group ({self.topk_group}) groups"
             )
+        if self.topk_group == self.n_group > 1:
+            raise ValueError(
+                f"n_group ({self.n_group}) has no effect with topk_group ({self.topk_group}), "
+                f"which leaves no group out; drop both or lower topk_group"
+            )
+        if self.group_score == "top2_sum" and self.n_group == 1:
+            raise ValueError(
+                "group_score (top2_sum) has no effect with n_group 1; drop it or set n_group and "
+                "topk_group"
+            )
         if self.group_score == "top2_sum" and self.num_experts // self.n_group < 2:
             raise ValueError(
                 f"group_score top2_sum needs groups of 2 experts or more; num_experts "
@@ -123,11 +134,13 @@ class MoEConfig(StrictModel):
                 f"shared_quantization ({self.shared_quantization.weight}) has no effect without a "
                 f"shared expert; set num_shared_experts or shared_intermediate_size, or drop it"
             )
-        if self.swiglu_limit is not None and self.activation != "swigluoai":
-            raise ValueError(
-                f"swiglu_limit has no effect with activation {self.activation}; drop it or use "
-                f"activation: swigluoai"
-            )
+        for key in ("swiglu_alpha", "swiglu_limit"):
+            value, default = getattr(self, key), type(self).model_fields[key].default
+            if value != default and self.activation != "swigluoai":
+                raise ValueError(
+                    f"{key} ({value}) has no effect with activation {self.activation}; drop it or "
+                    f"use activation: swigluoai"
+                )
         check_scheme(
             self.quantization,
             num_experts=self.num_experts,

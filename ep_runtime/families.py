@@ -13,18 +13,37 @@ from ep_runtime.kernels.errors import ConfigError
 
 
 def _every_layer(config: HFConfig) -> tuple[int, ...]:
-    return tuple(range(config["num_hidden_layers"]))
+    return tuple(range(_num_layers(config)))
 
 
 def _after_first_dense(config: HFConfig) -> tuple[int, ...]:
-    return tuple(range(config["first_k_dense_replace"], config["num_hidden_layers"]))
+    key, num_layers = "first_k_dense_replace", _num_layers(config)
+    num_dense = _whole_number(key, config[key], least=0)
+    if num_dense > num_layers:
+        raise ConfigError(f"{key} ({num_dense}) must be at most num_hidden_layers ({num_layers})")
+    return tuple(range(num_dense, num_layers))
 
 
 def _sparse_step(config: HFConfig) -> tuple[int, ...]:
     """Layers whose number (from 1) is a multiple of decoder_sparse_step, less mlp_only_layers."""
-    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers", ())
-    layers = range(config["num_hidden_layers"])
+    key, dense = "decoder_sparse_step", config.get("mlp_only_layers", ())
+    step = _whole_number(key, config.get(key, 1), least=1)
+    if not isinstance(dense, list | tuple):
+        raise ConfigError(f"mlp_only_layers ({dense!r}) must be a list of layer numbers")
+    dense = [_whole_number("mlp_only_layers", layer, least=0) for layer in dense]
+    layers = range(_num_layers(config))
     return tuple(i for i in layers if (i + 1) % step == 0 and i not in dense)
+
+
+def _num_layers(config: HFConfig) -> int:
+    return _whole_number("num_hidden_layers", config["num_hidden_layers"], least=1)
+
+
+def _whole_number(key: str, value: Any, *, least: int) -> int:
+    """The value of a configuration's key; another type or a lower number is a ConfigError."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{key} ({value!r}) must be {least} or more, a whole number")
+    return value
 
 
 @dataclass(frozen=True)
@@ -67,7 +86,7 @@ class Family:
     keys: MoEConfig field -> the family's configuration key.
     fixed: MoEConfig field -> what the family's modelling code always does.
     required: configuration key -> values it may have; others mean a model we would get wrong.
-    moe_layers: the layers that hold an MoE block.
+    moe_layers: the layers that hold an MoE block; ConfigError for keys that no model can have.
     layers: path of the decoder layers in transformers' model, and prefix of their names on disk.
     block: attribute of a decoder layer that holds the MoE block.
     disk_block, disk_experts: the spelling that save_pretrained writes; all of MOE_BLOCKS and

@@ -7,6 +7,7 @@ to install in vain.
 from collections.abc import Sequence
 
 from ep_runtime.all2all.base import BackendCapabilities
+from ep_runtime.all2all.registry import backend_class, backend_names
 from ep_runtime.config import MoEConfig, ParallelConfig
 from ep_runtime.dispatch_rows import choose_rows, rows_fault
 from ep_runtime.kernels.base import (
@@ -61,9 +62,11 @@ def pair_fault(
     """Why a kernel cannot be wrapped by a backend."""
     if kernel.kind is ExpertsKind.MONOLITHIC:
         if parallel.ep_size > 1 and not backend.gathers_rows:
+            capable = (n for n in backend_names() if backend_class(n).capabilities.gathers_rows)
             return (
                 f"experts {kernel.name} is monolithic and needs rows and router logits gathered, "
-                f"which backend {backend.name} does not do; use all2all_backend: naive"
+                f"which backend {backend.name} does not do; use all2all_backend: "
+                f"{' or '.join(capable)}"
             )
         return None
     if backend.format not in kernel.formats:
@@ -109,11 +112,12 @@ def other_kernels(
 
 
 def with_cure(fault: str, others: Sequence[str]) -> str:
-    """A fault and its cure, which follows a semicolon: its own where it has one, else the kernels
+    """A fault and its cures, which follow a semicolon: its own where it has one, and the kernels
     that can be named instead."""
-    if "; " in fault or not others:
+    if not others:
         return fault
-    return f"{fault}; use experts: {' or '.join(others)}"
+    before = ", or" if "; " in fault else ";"
+    return f"{fault}{before} use experts: {' or '.join(others)}"
 
 
 def _layer_fault(kernel: ExpertsCapabilities, moe: MoEConfig) -> str | None:
@@ -147,11 +151,10 @@ def _capacity_fault(kernel: ExpertsCapabilities, parallel: ParallelConfig) -> st
     if kernel.kind is not ExpertsKind.MONOLITHIC or most is None or received <= most:
         return None
     of_a_rank = most // parallel.ep_size
-    cure = f"set max_tokens_per_rank: {of_a_rank}, or choose" if of_a_rank else "choose"
+    cure = f"; set max_tokens_per_rank: {of_a_rank}" if of_a_rank else ""
     return (
         f"it takes at most {most} rows at once, and ep_size ({parallel.ep_size}) times "
-        f"max_tokens_per_rank ({parallel.max_tokens_per_rank}) is {received}; {cure} experts: "
-        f"triton"
+        f"max_tokens_per_rank ({parallel.max_tokens_per_rank}) is {received}{cure}"
     )
 
 

@@ -197,7 +197,7 @@ def register_kernel_times(table: TimesTable | str | Path) -> None:
 
 
 def forget_kernel_times() -> None:
-    """Undo `register_kernel_times`; the shipped tables stay."""
+    """Undo `register_kernel_times`, as tests do; the shipped tables stay."""
     _registered.clear()
 
 

@@ -86,14 +86,13 @@ def read_launcher_environment(environ: Mapping[str, str]) -> LauncherEnvironment
     Raises ConfigError naming the variables and their values when two contradict, one is not a
     number or out of range, or a rank comes without the world's size.
     """
-    present = [family for family in _FAMILIES if _first(environ, family.rank) is not None]
+    ranks = ((family, _first(environ, family.rank)) for family in _FAMILIES)
+    present = [(family, rank) for family, rank in ranks if rank is not None]
     if not present:
         return LauncherEnvironment("none", 0, 1, 0, 1)
-    chosen = present[0]
-    rank = _required(environ, chosen.rank, chosen)
+    chosen, rank = present[0]
     world_size = _first(environ, chosen.world_size)
-    for other in present[1:]:
-        other_rank = _required(environ, other.rank, other)
+    for other, other_rank in present[1:]:
         other_size = _first(environ, other.world_size)
         if _describes_daemons(environ, chosen, other, other_rank, other_size):
             continue
@@ -150,13 +149,6 @@ def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> _Found | None:
         if value is not None:
             return _Found(name, value)
     return None
-
-
-def _required(environ: Mapping[str, str], names: tuple[str, ...], family: _Family) -> _Found:
-    found = _first(environ, names)
-    if found is None:
-        raise ConfigError(f"{' or '.join(names)} is not set, which {family.launcher} always sets")
-    return found
 
 
 def _describes_daemons(

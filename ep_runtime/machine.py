@@ -1,6 +1,7 @@
 """What a plan needs to know of the machine; detected, or named for one that is not here."""
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from typing import Any
@@ -70,17 +71,23 @@ class Machine:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Machine":
-        """The inverse of `to_dict`; unknown keys are refused."""
+        """The inverse of `to_dict`.
+
+        Raises ConfigError for a key that is unknown or missing, and naming one whose value has
+        another form.
+        """
+        if not isinstance(values, dict):
+            raise ConfigError(f"machine is {values!r}; it must be a mapping of its keys")
         known = {field.name for field in fields(cls)}
         if set(values) - known or not set(values) >= _NEEDED:
             raise ConfigError(
                 f"machine has the keys {sorted(values)}; needed are name, device_type, triton, "
                 f"allowed besides are {', '.join(sorted(known - _NEEDED))}"
             )
-        if values["triton"] not in tuple(TritonMode):
-            raise ConfigError(
-                f"machine.triton is {values['triton']!r}; choose one of: {', '.join(TritonMode)}"
-            )
+        for key, value in values.items():
+            has_form, form = _FORMS[key]
+            if not has_form(value):
+                raise ConfigError(f"machine.{key} is {value!r}; it must be {form}")
         capability = values.get("compute_capability")
         return cls(
             name=values["name"],
@@ -100,6 +107,32 @@ class Machine:
             "compute_capability": None if capability is None else list(capability),
         }
 
+
+def _is_whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_list(value: Any, is_one: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list | tuple) and all(map(is_one, value))
+
+
+# Of each key: whether a value has its form in JSON, and that form for a reader.
+_FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "name": (lambda v: isinstance(v, str) and v != "", "a text"),
+    "device_type": (lambda v: v in ("cpu", "cuda"), "cpu or cuda"),
+    "triton": (lambda v: v in tuple(TritonMode), f"one of: {', '.join(TritonMode)}"),
+    "device_memory_bytes": (
+        lambda v: v is None or _is_whole(v, 1),
+        "a whole number of 1 or more, or null",
+    ),
+    "packages": (lambda v: _is_list(v, lambda one: isinstance(one, str)), "a list of texts"),
+    "num_devices": (lambda v: _is_whole(v, 0), "a whole number of 0 or more"),
+    "nvlink": (lambda v: v is None or isinstance(v, bool), "true, false or null"),
+    "compute_capability": (
+        lambda v: v is None or (_is_list(v, lambda one: _is_whole(one, 0)) and len(v) == 2),
+        "two whole numbers, as [9, 0], or null",
+    ),
+}
 
 PRESETS = {
     "cpu": Machine(name="cpu", device_type="cpu", triton=TritonMode.INTERPRETER),

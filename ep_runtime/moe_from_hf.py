@@ -104,8 +104,9 @@ def moe_config_from_hf(config: Any) -> MoEConfig:
         if value is not None:
             values[name] = value
     if family.grouped_by and reader.get(family.grouped_by[0]) != family.grouped_by[1]:
-        values.pop("n_group", None)
-        values.pop("topk_group", None)
+        values |= {"n_group": 1, "topk_group": 1}
+    if _leaves_no_group_out(values):
+        values |= {"n_group": 1, "topk_group": 1, "group_score": "max"}
     if values.get("activation") == "swigluoai":
         values["swiglu_alpha"] = reader.get("swiglu_alpha", 1.702)
     else:
@@ -119,6 +120,16 @@ def moe_config_from_hf(config: Any) -> MoEConfig:
     moe = moe.with_quantization(scheme)
     shared = [one for one in shared_schemes(config, quantization).values() if one.is_quantised]
     return moe.with_shared_quantization(shared[0]) if shared and moe.has_shared_expert else moe
+
+
+def _leaves_no_group_out(values: Mapping[str, Any]) -> bool:
+    """Whether all experts are in reach, as with one group; values that fit no layer leave that to
+    MoEConfig, which refuses them."""
+    num_experts, n_group = values["num_experts"], values.get("n_group", 1)
+    topk_group = values.get("topk_group", 1)
+    if not all(type(number) is int and number > 0 for number in (num_experts, n_group, topk_group)):
+        return False
+    return bool(n_group == topk_group and num_experts % n_group == 0)
 
 
 def _check_required(reader: HFConfig, family: Family) -> None:
@@ -139,8 +150,8 @@ def _check_required(reader: HFConfig, family: Family) -> None:
             )
 
 
-def _activation(hidden_act: str, model_type: str) -> str:
-    if hidden_act not in HIDDEN_ACTS:
+def _activation(hidden_act: Any, model_type: str) -> str:
+    if not isinstance(hidden_act, str) or hidden_act not in HIDDEN_ACTS:
         raise ConfigError(
             f"hidden_act ({hidden_act!r}) is not supported for {model_type}; choose one of: "
             f"{', '.join(HIDDEN_ACTS)}"

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from ep_runtime.config import ParallelConfig
+from ep_runtime.disagreement import disagreement
 from ep_runtime.failure import FailureWatch
 from ep_runtime.kernels.errors import ConfigError
 from ep_runtime.rendezvous import Rendezvous, exchange
@@ -145,9 +146,6 @@ def _host_identity() -> str:
 def _refuse_disagreement(configs: list[str]) -> None:
     parsed = [json.loads(text) for text in configs]
     for key in parsed[0]:
-        ranks_by_value: dict[str, list[int]] = {}
-        for rank, config in enumerate(parsed):
-            ranks_by_value.setdefault(str(config[key]), []).append(rank)
-        if len(ranks_by_value) > 1:
-            shown = ", ".join(f"{value} on ranks {r}" for value, r in ranks_by_value.items())
+        shown = disagreement([str(config[key]) for config in parsed], range(len(parsed)))
+        if shown is not None:
             raise ConfigError(f"ranks disagree about parallel.{key}: {shown}")

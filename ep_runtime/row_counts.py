@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from ep_runtime.all2all.base import EPGroup
 from ep_runtime.all2all.collectives import gather_integer_rows
 from ep_runtime.config import ParallelConfig
+from ep_runtime.disagreement import ranks_by_value
 from ep_runtime.kernels.errors import ConfigError
 
 
@@ -79,11 +80,9 @@ def agree_row_counts(
 
 
 def _refuse_different_calls(calls: Sequence[int], first_rank: int) -> None:
-    ranks_by_call: dict[int, list[int]] = {}
-    for rank, call in enumerate(calls, first_rank):
-        ranks_by_call.setdefault(call, []).append(rank)
-    if len(ranks_by_call) > 1:
-        shown = ", ".join(f"ranks {ranks}" for ranks in ranks_by_call.values())
+    ranks_of_call = ranks_by_value(calls, range(first_rank, first_rank + len(calls)))
+    if len(ranks_of_call) > 1:
+        shown = ", ".join(f"ranks {ranks}" for ranks in ranks_of_call.values())
         raise ConfigError(
             f"{shown} are in different calls (another layer, or ctx.step and a layer outside of "
             f"it); every rank makes the same calls in the same order"

@@ -48,8 +48,11 @@ _KERNEL_FAULTS = (
         lambda q: "dtype float32 is multiplied by the library, in IEEE precision",
     ),
     _Fault(
-        lambda q: q.experts.name == "reference",
-        lambda q: "experts reference is what others are compared with: nothing is quantised beside",
+        lambda q: q.experts.is_reference,
+        lambda q: (
+            f"experts {q.experts.name} is what others are compared with: nothing is quantised "
+            f"beside"
+        ),
     ),
     _Fault(
         lambda q: q.machine.triton is TritonMode.UNUSABLE,

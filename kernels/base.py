@@ -64,6 +64,11 @@ class ConcurrencyRule:
                 f"a concurrency rule ({self.concurrency}) has no evidence; name the test that "
                 f"shows it, or the reason"
             )
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ConfigError(
+                f"a concurrency rule's max_tokens ({self.max_tokens}) must be above 0, or None for "
+                f"any number of rows: {self.evidence}"
+            )
 
 
 NEVER_REVIEWED = (ConcurrencyRule(None, Concurrency.UNSAFE, "never reviewed"),)
@@ -209,6 +214,8 @@ class ExpertsCapabilities:
     schemes: weight storage it takes. rows: how rows may be stored that it is given;
     model_rows_only: of these schemes only in the layer's dtype (`rows_of`). fp8_products: schemes
     of which it multiplies e4m3 rows, so that it quantises rows that come otherwise.
+    is_reference: it is what other kernels are compared with, so nothing beside it is quantised, or
+    multiplied by kernels of our own, that does not have to be (ep_runtime/shared_compute.py).
     needs_triton: its launches go through Triton (on a CPU: through the interpreter).
     needs_package: an optional package; or_packages: others, any of which does as well.
     compute_capabilities: of the CUDA devices it runs on, (9, 0) for sm_90; None: of any.
@@ -226,6 +233,7 @@ class ExpertsCapabilities:
     model_rows_only: frozenset[WeightScheme] = frozenset()
     fp8_products: frozenset[WeightScheme] = frozenset()
     supports_bias: bool = False
+    is_reference: bool = False
     needs_triton: bool = False
     needs_package: str | None = None
     or_packages: tuple[str, ...] = ()
@@ -234,8 +242,8 @@ class ExpertsCapabilities:
 
     def __post_init__(self) -> None:
         bounds = [rule.max_tokens for rule in self.concurrency]
-        finite = [bound for bound in bounds[:-1] if bound is not None]
-        rises = all(a < b for a, b in pairwise([*finite, *(b for b in bounds[-1:] if b)]))
+        finite = [bound for bound in bounds if bound is not None]
+        rises = all(a < b for a, b in pairwise(finite))
         if None in bounds[:-1] or not rises:
             raise ConfigError(
                 f"experts {self.name}: the concurrency rules' max_tokens {bounds} must rise, with "

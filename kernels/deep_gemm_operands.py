@@ -12,8 +12,7 @@ from torch import Tensor
 from ep_runtime.kernels.base import ExpertsShape, ExpertWeights, ModularExperts
 from ep_runtime.kernels.deep_gemm_package import DeepGemm, bind_deep_gemm
 from ep_runtime.kernels.errors import PlanError
-from ep_runtime.kernels.quant.fp8_rows import GROUP
-from ep_runtime.kernels.quant.scheme import QuantParameters
+from ep_runtime.kernels.quant.scheme import FP8_GROUP, QuantParameters
 from ep_runtime.kernels.workspace import Workspace, aligned_bytes
 
 _FP8 = torch.float8_e4m3fn
@@ -37,8 +36,8 @@ class DeepGemmBase(ModularExperts):
             ("hidden_size", shape.hidden_size),
             ("moe_intermediate_size", shape.intermediate_size),
         ):
-            if size % GROUP:
-                return f"{key} ({size}) is not a multiple of {GROUP}; use experts: triton"
+            if size % FP8_GROUP:
+                return f"{key} ({size}) is not a multiple of {FP8_GROUP}"
         return None
 
     def prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
@@ -68,11 +67,6 @@ class DeepGemmBase(ModularExperts):
                 f"returned; call it first"
             )
         return self._deep_gemm
-
-
-def gate_up_columns(shape: ExpertsShape) -> int:
-    """Columns of the first projection."""
-    return shape.intermediate_size * (2 if shape.activation.is_gated else 1)
 
 
 def weight_operand(values: Tensor, quant: QuantParameters | None) -> tuple[Tensor, Tensor]:
@@ -108,13 +102,13 @@ def take_fp8_rows(
 ) -> Fp8Rows:
     """Room for rows and their scales, in two tensors of the workspace."""
     values = workspace.take((num_batches, num_rows, num_columns), _FP8)
-    scales = workspace.take((num_batches, num_columns // GROUP, num_rows), torch.float32)
+    scales = workspace.take((num_batches, num_columns // FP8_GROUP, num_rows), torch.float32)
     return Fp8Rows(values, scales.transpose(1, 2))
 
 
 def fp8_rows_bytes(num_rows: int, num_columns: int) -> int:
     """What `take_fp8_rows` takes for so many rows in all batches."""
-    scale_bytes = aligned_bytes(4 * num_rows * (num_columns // GROUP))
+    scale_bytes = aligned_bytes(4 * num_rows * (num_columns // FP8_GROUP))
     return aligned_bytes(num_rows * num_columns) + scale_bytes
 
 

@@ -20,7 +20,6 @@ from ep_runtime.kernels.marlin_layout import (
     zero_point_words,
 )
 from ep_runtime.kernels.quant.int_weights import INT_BITS
-from ep_runtime.kernels.quant.packed_weights import GROUP_SIZES as TRITON_GROUP_SIZES
 from ep_runtime.kernels.quant.scheme import QuantParameters, QuantScheme, WeightScheme
 
 MARLIN_SCHEMES = frozenset({WeightScheme.INT4, WeightScheme.INT8, WeightScheme.MXFP4})
@@ -72,7 +71,7 @@ def marlin_fault(shape: ExpertsShape) -> str | None:
         ("moe_intermediate_size", width, multiple),
     ):
         if size % unit:
-            return f"{key} ({size}) is not a multiple of {unit}; {_cure(scheme)}"
+            return f"{key} ({size}) is not a multiple of {unit}"
     if scheme.weight is WeightScheme.MXFP4:
         if shape.dtype is not torch.bfloat16:
             return (
@@ -82,33 +81,20 @@ def marlin_fault(shape: ExpertsShape) -> str | None:
     return _group_fault(scheme, hidden, width)
 
 
-def _cure(scheme: QuantScheme) -> str:
-    """Which other kernel to name: triton reads neither an order of columns nor every group."""
-    size = scheme.group_size
-    is_tritons = not scheme.has_input_order and (size is None or size in TRITON_GROUP_SIZES)
-    return f"use experts: {'triton or ' if is_tritons else ''}reference"
-
-
 def _group_fault(scheme: QuantScheme, hidden: int, width: int) -> str | None:
     size = scheme.group_size
     if size is not None and size not in GROUP_SIZES:
         sizes = ", ".join(map(str, GROUP_SIZES))
-        return f"quantization.group_size ({size}) is not among its {sizes}; {_cure(scheme)}"
+        return f"quantization.group_size ({size}) is not among its {sizes}"
     if size is not None and width % size:
-        return (
-            f"quantization.group_size ({size}) does not divide moe_intermediate_size ({width}); "
-            f"{_cure(scheme)}"
-        )
+        return f"quantization.group_size ({size}) does not divide moe_intermediate_size ({width})"
     if scheme.weight is WeightScheme.INT8 and scheme.has_zero_points:
-        return (
-            "it has no kernel for int8 with zero points (quantization.has_zero_points is true); "
-            f"{_cure(scheme)}"
-        )
+        return "it has no kernel for int8 with zero points (quantization.has_zero_points is true)"
     if scheme.has_input_order and (size is None or size in (hidden, width)):
         return (
             f"with an order of columns (quantization.has_input_order) it needs several groups in "
             f"a row, and quantization.group_size is {size}, of hidden_size {hidden} and "
-            f"moe_intermediate_size {width}; use experts: reference"
+            f"moe_intermediate_size {width}"
         )
     return None
 

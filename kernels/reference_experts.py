@@ -46,6 +46,7 @@ class ReferenceExperts(ModularExperts):
         schemes=frozenset({WeightScheme.NONE, *DEQUANTIZED_SCHEMES}),
         rows=frozenset(RowScheme),
         supports_bias=True,
+        is_reference=True,
         concurrency=(
             ConcurrencyRule(
                 None,

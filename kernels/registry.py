@@ -1,5 +1,7 @@
 """Experts kernels by name. A new kernel is one file and one line here."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 
 from ep_runtime.kernels.base import Experts, ExpertsCapabilities
@@ -17,6 +19,7 @@ _BUILT_IN = {
     "reference": "ep_runtime.kernels.reference_experts:ReferenceExperts",
 }
 _registered: dict[str, type[Experts]] = {}
+_stand_ins: dict[str, type[Experts]] = {}
 _CONCURRENCY = Experts.concurrency.__func__  # type: ignore[attr-defined]
 
 
@@ -39,6 +42,26 @@ def check_registration(kind: str, name: str, cls: object, capabilities: type) ->
 
 def register_experts(name: str, cls: type[Experts]) -> None:
     """Make an out-of-tree experts kernel choosable by name; the last registration wins."""
+    _check_experts(name, cls)
+    _registered[name] = cls
+
+
+@contextmanager
+def stand_in_experts(classes: Sequence[type[Experts]]) -> Iterator[None]:
+    """Make kernels choosable by their names while this is open, and by those alone: they are not
+    among `experts_names`, so `auto` takes none and no error tells a user of one."""
+    made = {cls.capabilities.name: cls for cls in classes}
+    for name, cls in made.items():
+        _check_experts(name, cls)
+    _stand_ins.update(made)
+    try:
+        yield
+    finally:
+        for name in made:
+            del _stand_ins[name]
+
+
+def _check_experts(name: str, cls: type[Experts]) -> None:
     if name in _BUILT_IN:
         raise ConfigError(f"experts {name!r} is built in; register yours under another name")
     check_registration("experts", name, cls, ExpertsCapabilities)
@@ -47,18 +70,18 @@ def register_experts(name: str, cls: type[Experts]) -> None:
             f"experts {name!r} overrides concurrency(); declare the rules in "
             f"capabilities.concurrency, which is what the plan reads"
         )
-    _registered[name] = cls
 
 
 def experts_names() -> tuple[str, ...]:
-    """Every known kernel, in the order `auto` prefers them."""
+    """Every kernel that a user may name, in the order `auto` prefers them."""
     return (*_BUILT_IN, *_registered)
 
 
 def experts_class(name: str) -> type[Experts]:
     """The class behind a name; an unknown one is a ConfigError that lists the valid ones."""
-    if name in _registered:
-        return _registered[name]
+    for classes in (_registered, _stand_ins):
+        if name in classes:
+            return classes[name]
     if name not in _BUILT_IN:
         raise ConfigError(
             f"experts {name!r} is unknown; choose one of: auto, {', '.join(experts_names())}"

@@ -16,12 +16,15 @@ from ep_runtime.launch.environment import describe_versions
 from ep_runtime.launch.explain import read_source
 from ep_runtime.launch.json_file import prepare_json_file, write_json
 from ep_runtime.launch.preflight import INTERPRET_VARIABLE
+from ep_runtime.launch.run_config import RunConfig, parse_overrides
 
 if TYPE_CHECKING:
     from ep_runtime.audit_streams import AuditCase, AuditResult
     from ep_runtime.config import MoEConfig
 
 SCHEMA_VERSION = 1
+# What an audit is told in options of its own; it goes through both settings of overlap.
+_OPTION_OF = {"parallel.all2all_backend": "--backends", "kernel.experts": "--experts"}
 
 
 def audit_streams_command(
@@ -38,7 +41,8 @@ def audit_streams_command(
     else 1. On a GPU: launch/audit_gpu_command.py.
 
     backends, experts: names with commas, None: all. Raises ConfigError for a device other than
-    cpu, an unknown name, or where no combination could be planned.
+    cpu, an unknown name, an override of what is not audited, or where no combination could be
+    planned.
     """
     if device != "cpu":
         raise ConfigError(f"--device {device}: is unknown; choose cpu or cuda")
@@ -48,8 +52,7 @@ def audit_streams_command(
     from ep_runtime.audit_streams import CANNOT_SEE, all_cases, audit_layer, audited_config
     from ep_runtime.launch.seeded_layer import SeededWeights
 
-    given, _ = read_source(source, overrides)
-    moe = audited_config(given)
+    moe = audited_config(read_audited_layer(source, overrides))
     cases = chosen_cases(all_cases(), backends, experts)
     weights = SeededWeights(moe, seed=0, device=torch.device("cpu"))
     results = list(audit_layer(moe, weights.fill, cases))
@@ -75,6 +78,24 @@ def audit_streams_command(
         },
     )
     return 0 if passed else 1
+
+
+def read_audited_layer(source: str, overrides: Sequence[str]) -> "MoEConfig":
+    """The layer of a run's configuration, whose other sections a file may have for `run`.
+
+    Raises ConfigError for an override of one of those, which would change nothing.
+    """
+    parse_overrides(overrides)  # what is no override at all is told of first
+    for override in overrides:
+        key = override.partition("=")[0]
+        section = key.partition(".")[0]
+        if section in RunConfig.model_fields and section != "model":
+            option = _OPTION_OF.get(key)
+            cure = f"name what is audited with {option}" if option else "leave it out"
+            raise ConfigError(
+                f"--set {override!r}: has no effect on an audit, which reads model.* alone; {cure}"
+            )
+    return read_source(source, overrides)[0]
 
 
 def chosen_cases(

@@ -23,9 +23,8 @@ from ep_runtime.audit_streams import all_cases
 from ep_runtime.audit_watchdog import Watchdog
 from ep_runtime.config import MoEConfig
 from ep_runtime.kernels.errors import ConfigError
-from ep_runtime.launch.audit_command import chosen_cases
+from ep_runtime.launch.audit_command import chosen_cases, read_audited_layer
 from ep_runtime.launch.environment import describe_versions
-from ep_runtime.launch.explain import read_source
 from ep_runtime.launch.json_file import prepare_json_file, write_json
 from ep_runtime.launch.seeded_layer import SeededWeights
 
@@ -45,14 +44,15 @@ def audit_gpu_command(
     """Audit the layer of a run's configuration on the current GPU; 0 where nothing was found.
 
     backends, experts: names with commas, None: all. options: of `GpuAuditOptions`, checks as text
-    with commas. Raises ConfigError without a GPU, for an unknown name, or where nothing could be
-    planned. A hang is written to the report, and ends the process with 1.
+    with commas. Raises ConfigError without a GPU, for an unknown name, an override of what is not
+    audited, or where nothing could be planned. A hang is written to the report, and ends the
+    process with 1.
     """
     chosen = _options(options)
     cases = chosen_cases(all_cases(with_triton=True), backends, experts)
     gpu = this_gpu()
     prepare_json_file(json_file)
-    moe = gpu_config(read_source(source, overrides)[0])
+    moe = gpu_config(read_audited_layer(source, overrides))
     report = GpuReport(moe, chosen, console, json_file, gpu.name)
     weights = SeededWeights(moe, seed=0, device=gpu.device)
     with Watchdog(chosen.hang_s, report.hang) as watchdog:

@@ -17,11 +17,21 @@ from ep_runtime import audit_streams
 from ep_runtime.all2all.all_to_all import AllToAllBackend
 from ep_runtime.all2all.collectives import Collective, start_all_gather
 from ep_runtime.all2all.comm_stream import CommStream
-from ep_runtime.audit_streams import AuditCase, AuditResult, audit_case, audited_config
+from ep_runtime.all2all.registry import backend_names
+from ep_runtime.audit_stand_ins import registered_stand_ins
+from ep_runtime.audit_streams import (
+    AuditCase,
+    AuditResult,
+    audit_case,
+    audited_config,
+    plan_case,
+)
 from ep_runtime.config import MoEConfig
 from ep_runtime.kernels.base import NEVER_REVIEWED
+from ep_runtime.kernels.errors import ConfigError
 from ep_runtime.kernels.interpreter import is_interpreting
 from ep_runtime.kernels.reference_experts import ReferenceExperts
+from ep_runtime.kernels.registry import experts_names
 from ep_runtime.kernels.workspace import Workspace
 from ep_runtime.launch.seeded_layer import SeededWeights
 from ep_runtime.layer import MoELayer
@@ -30,7 +40,7 @@ from ep_runtime.ownership import Regime, Schedule
 from ep_runtime.plan import Plan
 from ep_runtime.runner import MoERunner
 from ep_runtime.shared_expert import SharedExpert
-from ep_runtime.stream_recorder import RecordedStream
+from ep_runtime.stream_recorder import RecordedStream, StreamRecorder
 from ep_runtime.streams import CudaStreams
 
 MOE = audited_config(
@@ -102,6 +112,29 @@ def test_the_real_code_orders_everything_under_every_schedule() -> None:
 )
 def test_launches_of_triton_are_watched_and_ordered(backend: str, experts: str) -> None:
     assert _audit(backend, experts).faults == []
+
+
+def test_stand_ins_are_told_of_to_nobody() -> None:
+    """A user cannot name them in a configuration: they are there while an audit runs."""
+    refused = audit_case(MOE, WEIGHTS.fill, AuditCase("local", "deep_gemm", "auto"))
+    assert re.search("; use experts: (triton or )?reference$", str(refused.skip_reason))
+    refused = audit_case(MOE, WEIGHTS.fill, AuditCase("all_to_all", "stand_in_nothing", "auto"))
+    assert "choose one of: auto, triton, " in str(refused.skip_reason)
+    assert "stand_in" not in str(refused.skip_reason).replace("'stand_in_nothing'", "")
+    refused = audit_case(MOE, WEIGHTS.fill, AuditCase("stand_in_nothing", "reference", "auto"))
+    assert "choose one of: auto, local, " in str(refused.skip_reason)
+    assert "stand_in" not in str(refused.skip_reason).replace("'stand_in_nothing'", "")
+
+
+def test_auto_takes_no_stand_in_while_an_audit_runs() -> None:
+    with registered_stand_ins(StreamRecorder(), with_triton=False):
+        plan = plan_case(MOE, AuditCase("auto", "auto", "auto"))
+        assert not any("stand_in" in one for one in (*backend_names(), *experts_names()))
+    assert not any("stand_in" in rejection.name for rejection in plan.rejections)
+    with pytest.raises(ConfigError, match="stand_in_at_issue' is unknown"):
+        plan_case(MOE, AuditCase("stand_in_at_issue", "reference", "auto"))
+    with pytest.raises(ConfigError, match="stand_in_unsafe' is unknown"):
+        plan_case(MOE, AuditCase("local", "stand_in_unsafe", "auto"))
 
 
 # --- faults of the runner's streams ---

@@ -81,6 +81,24 @@ def test_dtype_names_are_torch_dtypes(name: str) -> None:
         ({"apply_router_weight_on_input": True}, r"top_k \(2\)"),
         ({"shared_expert_gate": True}, "shared_expert_gate.*num_shared_experts"),
         ({"swiglu_limit": 7.0}, "swiglu_limit.*silu.*swigluoai"),
+        (
+            {"swiglu_alpha": 3.0},
+            r"swiglu_alpha \(3\.0\) has no effect with activation silu; drop it",
+        ),
+        (
+            {"activation": "relu2", "swiglu_limit": 7.0},
+            r"swiglu_limit \(7\.0\) has no effect with activation relu2",
+        ),
+        (
+            {"group_score": "top2_sum"},
+            r"group_score \(top2_sum\) has no effect with n_group 1; drop it or set n_group",
+        ),
+        ({"n_group": 1, "group_score": "top2_sum"}, r"group_score \(top2_sum\) has no effect"),
+        (
+            {"n_group": 2, "topk_group": 2},
+            r"n_group \(2\) has no effect with topk_group \(2\), which leaves no group out; drop "
+            r"both or lower topk_group",
+        ),
         ({"shared_intermediate_size": -4}, r"shared_intermediate_size: .*got -4"),
         ({"activation": "relu"}, r"activation: .*'relu2'.*got 'relu'"),
         ({"scoring": "tanh"}, r"scoring: .*'sigmoid'.*got 'tanh'"),
@@ -107,6 +125,15 @@ def test_dtype_names_are_torch_dtypes(name: str) -> None:
 def test_a_layer_that_contradicts_itself_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         MoEConfig(**(LAYER | changes))
+
+
+def test_a_default_that_is_written_out_is_no_key_without_effect() -> None:
+    """As `model_dump` writes it, which configurations are copied through."""
+    moe = MoEConfig(**LAYER, swiglu_alpha=1.702, swiglu_limit=None, n_group=1, group_score="max")
+    assert moe == MoEConfig(**LAYER)
+    assert MoEConfig(**moe.model_dump()) == moe
+    grouped = MoEConfig(**LAYER, n_group=4, topk_group=3, group_score="top2_sum")
+    assert MoEConfig(**grouped.model_dump()) == grouped
 
 
 def test_a_whole_number_may_stand_for_a_float() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ep_runtime import families
 from ep_runtime.config import MoEConfig
 from ep_runtime.families import FAMILIES, moe_layer_ids
 from ep_runtime.hf_config import HFConfig
@@ -186,9 +187,107 @@ def test_a_key_that_transformers_ignores_is_told_of(caplog: pytest.LogCaptureFix
     assert "norm_topk_prob (True) is ignored for deepseek_v2" in caplog.text
 
 
-def test_groups_count_only_where_the_method_uses_them() -> None:
-    greedy = MoEConfig.from_hf({**HUB_CONFIGS["deepseek_v2"], "topk_method": "greedy"})
-    assert (greedy.n_group, greedy.topk_group) == (1, 1)
+# Of a GLM-4.5, whose router is written for groups and has one.
+GLM = {"model_type": "glm4_moe", "n_routed_experts": 160, "num_experts_per_tok": 8}
+
+
+@pytest.mark.parametrize(
+    ("config", "groups"),
+    [
+        pytest.param(
+            HUB_CONFIGS["deepseek_v2"] | {"topk_method": "greedy"}, (1, 1, "max"), id="greedy"
+        ),
+        pytest.param(GLM | NO_GROUPS, (1, 1, "max"), id="one group"),
+        pytest.param(GLM, (1, 1, "max"), id="one group by default"),
+        pytest.param(GLM | {"n_group": 4, "topk_group": 4}, (1, 1, "max"), id="all groups"),
+        pytest.param(GLM | {"n_group": 4, "topk_group": 2}, (4, 2, "top2_sum"), id="some groups"),
+        pytest.param(GLM | {"n_group": 1, "topk_group": 0}, "topk_group: .*got 0", id="no group"),
+        pytest.param(GLM | {"n_group": 1, "topk_group": 2}, r"topk_group \(2\)", id="too many"),
+    ],
+)
+def test_groups_are_set_only_where_they_leave_some_out(
+    config: dict[str, Any], groups: tuple[int, int, str] | str
+) -> None:
+    if isinstance(groups, str):
+        with pytest.raises(ConfigError, match=groups):
+            MoEConfig.from_hf(config)
+        return
+    moe = MoEConfig.from_hf(config)
+    assert (moe.n_group, moe.topk_group, moe.group_score) == groups
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "message"),
+    [
+        ("qwen3_moe", {"decoder_sparse_step": 0}, r"decoder_sparse_step \(0\) must be 1 or more"),
+        ("qwen2_moe", {"decoder_sparse_step": -2}, r"decoder_sparse_step \(-2\) must be 1 or"),
+        ("qwen3_moe", {"num_hidden_layers": 0}, r"num_hidden_layers \(0\) must be 1 or more"),
+        ("mixtral", {"num_hidden_layers": -1}, r"num_hidden_layers \(-1\) must be 1 or more"),
+        (
+            "deepseek_v3",
+            {"first_k_dense_replace": -1},
+            r"first_k_dense_replace \(-1\) must be 0 or more",
+        ),
+        (
+            "glm4_moe",
+            {"first_k_dense_replace": 5, "num_hidden_layers": 4},
+            r"first_k_dense_replace \(5\) must be at most num_hidden_layers \(4\)",
+        ),
+        ("deepseek_v2", {"num_hidden_layers": 0}, r"num_hidden_layers \(0\) must be 1 or more"),
+    ],
+)
+@pytest.mark.parametrize("has_transformers", [True, False])
+def test_layers_that_cannot_be_are_refused_by_their_key(
+    family: str,
+    changed: dict[str, Any],
+    message: str,
+    has_transformers: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = tiny_config(family).to_dict() | HUB_CONFIGS.get(family, {}) | changed
+    if not has_transformers:
+        monkeypatch.setattr(families, "with_family_defaults", lambda values, model_type: values)
+    with pytest.raises(ConfigError, match=message):
+        moe_layer_ids(config)
+
+
+def read_layers(config: dict[str, Any]) -> tuple[int, ...]:
+    MoEConfig.from_hf(config)
+    return moe_layer_ids(config)
+
+
+# What a key of the list below may be all the same.
+FITTING = [("mlp_only_layers", [2]), ("swiglu_limit", 2.0), ("swiglu_alpha", 2.0)]
+
+
+@pytest.mark.parametrize("value", ["2", 2.0, True, [2], {"2": 2}])
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("mixtral", "num_hidden_layers"),
+        ("qwen2_moe", "decoder_sparse_step"),
+        ("qwen2_moe", "mlp_only_layers"),
+        ("deepseek_v2", "first_k_dense_replace"),
+        ("olmoe", "hidden_act"),
+        ("olmoe", "dtype"),
+        ("olmoe", "hidden_size"),
+        ("glm4_moe", "n_group"),
+        ("deepseek_v2", "topk_method"),
+        ("gpt_oss", "swiglu_limit"),
+        ("gpt_oss", "swiglu_alpha"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_its_key(
+    family: str, key: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As config.json's keys are read where transformers, which checks some, is not installed."""
+    monkeypatch.setattr(families, "with_family_defaults", lambda values, model_type: values)
+    config = tiny_config(family).to_dict() | {key: value}
+    if (key, value) in FITTING:
+        assert read_layers(config) == read_layers(tiny_config(family).to_dict())
+        return
+    with pytest.raises(ConfigError, match=key):
+        read_layers(config)
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,11 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
             r"layers\[0\].scheme \(int4\) must be one of .*int4_w4a16",
         ),
         (("layers", 0, "dtype"), "bf16", r"layers\[0\].dtype \(bf16\) must be one of .*bfloat16"),
-        (("layers", 0, "group_size"), "128", r"layers\[0\].group_size \('128'\) must be a number"),
+        (
+            ("layers", 0, "group_size"),
+            "128",
+            r"layers\[0\].group_size \('128'\) must be of type int",
+        ),
         (("layers", 0, "group_size"), 0, r"layers\[0\].group_size \(0\) must be a number"),
         (("layers", 0, "points"), [], r"layers\[0\].points: tokens_per_rank \(\[\]\) must rise"),
         (("layers", 0, "points", 1, "tokens_per_rank"), 1, "must rise"),

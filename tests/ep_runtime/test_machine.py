@@ -71,3 +71,58 @@ def test_a_file_with_an_unknown_triton_mode_lists_the_known_ones() -> None:
     values = Machine.preset("cpu").to_dict() | {"triton": "fast"}
     with pytest.raises(ConfigError, match=r"'fast'.*compiled, interpreter, unusable"):
         Machine.from_dict(values)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "wanted"),
+    [
+        ("compute_capability", [9], "two whole numbers"),
+        ("compute_capability", [9, 0, 0], "two whole numbers"),
+        ("compute_capability", ["9", "0"], "two whole numbers"),
+        ("compute_capability", [9, -1], "two whole numbers"),
+        ("compute_capability", 9.0, "two whole numbers"),
+        ("compute_capability", "90", "two whole numbers"),
+        ("compute_capability", {"major": 9, "minor": 0}, "two whole numbers"),
+        ("name", None, "a text"),
+        ("name", 7, "a text"),
+        ("name", "", "a text"),
+        ("device_type", "tpu", "cpu or cuda"),
+        ("device_type", ["cuda"], "cpu or cuda"),
+        ("triton", ["compiled"], "compiled, interpreter, unusable"),
+        ("triton", None, "compiled, interpreter, unusable"),
+        ("device_memory_bytes", "80 GiB", "a whole number of 1 or more"),
+        ("device_memory_bytes", 0, "a whole number of 1 or more"),
+        ("packages", "deep_ep", "a list of texts"),
+        ("packages", 3, "a list of texts"),
+        ("packages", [["deep_ep"]], "a list of texts"),
+        ("packages", None, "a list of texts"),
+        ("num_devices", -1, "a whole number of 0 or more"),
+        ("num_devices", True, "a whole number of 0 or more"),
+        ("num_devices", 8.0, "a whole number of 0 or more"),
+        ("num_devices", None, "a whole number of 0 or more"),
+        ("nvlink", "yes", "true, false or null"),
+        ("nvlink", 1, "true, false or null"),
+    ],
+)
+def test_a_file_with_a_value_of_another_form_is_refused_by_its_key(
+    key: str, value: object, wanted: str
+) -> None:
+    values = Machine.preset("h200x8").to_dict() | {key: value}
+    with pytest.raises(ConfigError) as caught:
+        Machine.from_dict(values)
+    assert f"machine.{key} is {value!r}" in str(caught.value)
+    assert wanted in str(caught.value)
+
+
+@pytest.mark.parametrize("values", [None, 3, "cpu", ["name", "device_type", "triton"]])
+def test_what_is_no_mapping_is_no_machine(values: object) -> None:
+    with pytest.raises(ConfigError, match=r"machine is .*; it must be a mapping"):
+        Machine.from_dict(values)  # type: ignore[arg-type]
+
+
+def test_what_is_unknown_of_a_machine_may_be_null_or_left_out() -> None:
+    short = {"name": "x", "device_type": "cuda", "triton": "compiled"}
+    unknown = {"device_memory_bytes": None, "nvlink": None, "compute_capability": None}
+    machine = Machine.from_dict(short)
+    assert machine == Machine.from_dict(short | unknown)
+    assert machine == Machine("x", "cuda", TritonMode.COMPILED)

@@ -71,7 +71,7 @@ def _question(
 
 @st.composite
 def _declared(draw: st.DrawFn) -> tuple[ConcurrencyRule, ...]:
-    bounds = sorted(draw(st.sets(st.integers(0, 40), max_size=3)))
+    bounds = sorted(draw(st.sets(st.integers(1, 40), max_size=3)))
     ends: list[int | None] = [*bounds, *([None] if draw(st.booleans()) else [])]
     classes = st.sampled_from(Concurrency)
     return tuple(ConcurrencyRule(end, draw(classes), f"evidence-{end}") for end in ends)

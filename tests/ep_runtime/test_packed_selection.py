@@ -108,12 +108,28 @@ def test_a_kernel_that_no_backend_serves_is_not_told_of() -> None:
     ready = replace(H200, packages=("deep_ep",))
     batched = refusal(PACKED[0], "deep_gemm", machine=ready, all2all_backend="deepep_low_latency")
     assert batched.endswith("; use experts: triton_batched or reference")
+    odd = refusal(
+        "fp8_block",
+        "deep_gemm_batched",
+        machine=ready,
+        all2all_backend="deepep_low_latency",
+        layer={"moe_intermediate_size": 1504},
+    )
+    assert odd.endswith("(1504) is not a multiple of 128; use experts: triton_batched or reference")
+
+
+def test_what_can_be_installed_or_set_is_told_before_the_other_kernels() -> None:
+    told = refusal("fp8_block", "deep_gemm")
+    assert told.endswith("; install ep-runtime[deepgemm], or use experts: triton or reference")
+    half = {"dtype": "float16"}
+    told = refusal("mxfp4", "marlin", machine=WITH_MARLIN, layer=half)
+    assert told.endswith("; set dtype: bfloat16, or use experts: triton or reference")
 
 
 @pytest.mark.parametrize(
     ("quantization", "layer", "said"),
     [
-        ("mxfp4", {"hidden_size": 2880}, "hidden_size (2880) is not a multiple of 128; use"),
+        ("mxfp4", {"hidden_size": 2880}, "hidden_size (2880) is not a multiple of 128"),
         ({"weight": "int4_w4a16", "group_size": 96}, {}, "quantization.group_size (96) is not"),
         (
             {"weight": "int8_w8a16", "group_size": 128, "has_zero_points": True},

@@ -172,7 +172,7 @@ def test_a_rejection_names_the_limit_that_decided(registered: None) -> None:
         (
             CPU,
             {"dp_size": 2, "all2all_backend": "async_none", "experts": "mono_unsafe"},
-            ["mono_unsafe", "async_none", "all2all_backend: naive"],
+            ["mono_unsafe", "async_none", "use all2all_backend: naive or sync"],
         ),
         (
             CPU,
@@ -270,7 +270,6 @@ def _one_change_each() -> Iterator[tuple[str, Plan]]:
         "has_correction_bias": True,
         "router_bias": True,
         "expert_bias": True,
-        "swiglu_alpha": 1.0,
         "num_shared_experts": 2,
         "shared_intermediate_size": 48,
         "shared_expert_gate": True,
@@ -279,7 +278,11 @@ def _one_change_each() -> Iterator[tuple[str, Plan]]:
     for key, value in moe.items():
         yield f"moe.{key}", _plan(moe=_moe(**{key: value}), dp_size=4)
     yield "moe.n_group", _plan(moe=_moe(num_experts=8, n_group=2), dp_size=4)
-    yield "moe.topk_group", _plan(moe=_moe(num_experts=8, n_group=2, topk_group=2), dp_size=4)
+    yield "moe.topk_group", _plan(moe=_moe(num_experts=8, n_group=4, topk_group=2), dp_size=4)
+    yield (
+        "moe.n_group to compare with",
+        _plan(moe=_moe(num_experts=8, n_group=4, topk_group=1), dp_size=4),
+    )
     yield (
         "moe.group_score",
         _plan(moe=_moe(num_experts=8, n_group=2, group_score="top2_sum"), dp_size=4),
@@ -287,6 +290,10 @@ def _one_change_each() -> Iterator[tuple[str, Plan]]:
     yield (
         "moe.swiglu_limit",
         _plan(moe=_moe(activation="swigluoai", swiglu_limit=7.0), dp_size=4),
+    )
+    yield (
+        "moe.swiglu_alpha",
+        _plan(moe=_moe(activation="swigluoai", swiglu_alpha=1.0), dp_size=4),
     )
     yield (
         "moe.activation to compare with",

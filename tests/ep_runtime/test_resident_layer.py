@@ -3,6 +3,7 @@
 import re
 import time
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from ep_runtime.kernels.resident_experts import ResidentExperts, RoutingGrid
 from ep_runtime.kernels.resident_launch import LaunchArguments
 from ep_runtime.launch.seeded_layer import SeededWeights
 from ep_runtime.layer import MoELayer
-from ep_runtime.machine import Machine
+from ep_runtime.machine import Machine, TritonMode
 from ep_runtime.modular_kernel import CallSchedule
 from ep_runtime.plan import Plan, resolve_plan
 from ep_runtime.reference import reference_layer
@@ -94,13 +95,35 @@ def _plan(machine: Machine = H200, experts: str = "resident", **parallel: Any) -
 def test_more_rows_a_round_than_it_takes_are_refused_by_name() -> None:
     with pytest.raises(PlanError, match=r"experts resident cannot be used.*at most 64 rows.*256"):
         _plan()
-    named = r"ep_size \(2\) times max_tokens_per_rank \(64\) is 128; set max_tokens_per_rank: 32"
+    named = (
+        r"ep_size \(2\) times max_tokens_per_rank \(64\) is 128; set max_tokens_per_rank: 32, or "
+        r"use experts: triton or reference$"
+    )
     with pytest.raises(PlanError, match=named):
         _plan(dp_size=2, max_tokens_per_rank=64)
-    with pytest.raises(PlanError, match=r"\(1\) is 128; choose experts: triton"):
+    with pytest.raises(PlanError, match=r"\(1\) is 128; use experts: triton or reference$"):
         _plan(dp_size=128, max_tokens_per_rank=1)
     plan = _plan(dp_size=2, max_tokens_per_rank=32)
     assert (plan.experts, plan.backend) == ("resident", "naive")
+
+
+def test_only_kernels_that_could_run_the_layer_cure_too_many_rows() -> None:
+    """Batched rows are not triton's, and an unusable Triton runs neither."""
+    with_deep_ep = replace(H200, packages=("deep_ep",))
+    batched = ParallelConfig(
+        dp_size=2, all2all_backend="deepep_low_latency", max_tokens_per_rank=64
+    )
+    with pytest.raises(PlanError, match=r"32, or use experts: triton_batched or reference$"):
+        resolve_plan(LARGE, batched, with_deep_ep, experts="resident")
+    without = replace(H200, triton=TritonMode.UNUSABLE)
+    with pytest.raises(PlanError, match=r"max_tokens_per_rank: 64, or use experts: reference$"):
+        _plan(without)
+
+
+def test_the_backends_that_gather_rows_are_told_of_where_one_does_not() -> None:
+    gathering = r"which backend all_to_all does not do; use all2all_backend: naive$"
+    with pytest.raises(PlanError, match=gathering):
+        _plan(dp_size=2, max_tokens_per_rank=8, all2all_backend="all_to_all")
 
 
 def test_another_generation_of_gpu_is_refused_by_name() -> None:

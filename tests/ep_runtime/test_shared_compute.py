@@ -6,14 +6,16 @@ from typing import Any
 import pytest
 import torch
 
+from ep_runtime.audit_stand_ins import EXPERTS, registered_stand_ins
 from ep_runtime.config import MoEConfig, ParallelConfig
 from ep_runtime.kernels.errors import ConfigError
-from ep_runtime.kernels.registry import experts_class
+from ep_runtime.kernels.registry import experts_class, experts_names
 from ep_runtime.kernels.shared_projections import SharedShape, can_read
 from ep_runtime.machine import Machine, TritonMode
 from ep_runtime.plan import Plan, resolve_plan
 from ep_runtime.shared_compute import SharedCompute, choose_shared_compute
 from ep_runtime.shared_expert import SharedExpert
+from ep_runtime.stream_recorder import StreamRecorder
 
 H200 = Machine.preset("h200x8")
 CPU = Machine.preset("cpu")
@@ -78,11 +80,27 @@ def test_the_first_way_that_fits_is_taken(
 
 def test_in_the_interpreter_only_beside_a_triton_kernel() -> None:
     """A CPU's real runs are in it too, and would wait for it."""
-    kernel = replace(experts_class("reference").capabilities, name="own")
+    kernel = replace(experts_class("reference").capabilities, name="own", is_reference=False)
     taken, faults = choose_shared_compute(moe_of(), CPU, kernel)
     assert taken is SharedCompute.LIBRARY
     assert "beside a Triton kernel, not experts own" in faults[SharedCompute.FP8]
     assert choose_shared_compute(moe_of(), H200, kernel)[0] is SharedCompute.FP8
+
+
+def test_a_kernel_that_others_are_compared_with_is_known_by_what_it_declares() -> None:
+    own = replace(experts_class("triton").capabilities, name="own", is_reference=True)
+    taken, faults = choose_shared_compute(moe_of(), H200, own)
+    assert taken is SharedCompute.LIBRARY
+    assert faults[SharedCompute.FP8].startswith("experts own is what others are compared with")
+    called_so = replace(experts_class("triton").capabilities, name="reference")
+    assert choose_shared_compute(moe_of(), H200, called_so)[0] is SharedCompute.FP8
+
+
+def test_reference_and_the_audits_stand_ins_alone_are_references() -> None:
+    built_in = (n for n in experts_names() if experts_class(n).__module__.startswith("ep_runtime."))
+    assert [n for n in built_in if experts_class(n).capabilities.is_reference] == ["reference"]
+    with registered_stand_ins(StreamRecorder(), with_triton=False):
+        assert all(experts_class(name).capabilities.is_reference for name in EXPERTS)
 
 
 @pytest.mark.parametrize("hidden_size", [8, 12, 16, 24, 40, 48])

@@ -9,11 +9,11 @@ from torch import Tensor
 from ep_runtime.config import MoEConfig
 from ep_runtime.kernels.interpreter import is_interpreting
 from ep_runtime.kernels.quant.dequantize import dequantize
-from ep_runtime.kernels.quant.fp8_weights import quantize_fp8
 from ep_runtime.kernels.quant.scheme import QuantizedTensor
 from ep_runtime.ownership import Owner, SharedExpertToken
 from ep_runtime.shared_compute import SharedCompute
 from ep_runtime.shared_expert import SharedExpert
+from tests.kernels.fp8_cases import quantize_fp8
 
 # Largest relative Frobenius error against float32, by dtype; and of rows in fp8.
 TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}

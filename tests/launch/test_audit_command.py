@@ -114,6 +114,70 @@ def test_what_it_cannot_do_is_refused_with_2(
     assert wanted in said
 
 
+# What `run` and `explain` read, and an audit does not; each with what is said instead.
+NO_EFFECT = [
+    ("parallel.all2all_backend=nonsense", "name what is audited with --backends"),
+    ("parallel.all2all_backend=naive", "name what is audited with --backends"),
+    ("kernel.experts=nonsense", "name what is audited with --experts"),
+    ("kernel.tile_table=tiles.json", "leave it out"),
+    ("kernel={experts: triton}", "leave it out"),
+    ("parallel.dp_size=4", "leave it out"),
+    ("parallel.data_parallel_size=4", "leave it out"),
+    ("shared_experts.overlap=off", "leave it out"),
+    ("workload.tokens_per_rank=[3]", "leave it out"),
+    ("check=off", "leave it out"),
+    ("output_dir=elsewhere", "leave it out"),
+]
+
+
+@pytest.mark.parametrize(("override", "cure"), NO_EFFECT)
+@pytest.mark.parametrize("source", ["run.yaml", "checkpoint/config.json"])
+def test_an_override_of_what_is_not_audited_is_refused(
+    audit: Audit, tmp_path: Path, override: str, cure: str, source: str
+) -> None:
+    write_config(tmp_path, LAYER)
+    status, said = audit(source, *SMALL, "--set", "model.layer.top_k=1", "--set", override)
+    assert status == 2, said
+    assert f"--set {override!r}: has no effect on an audit, which reads model.* alone" in said
+    assert cure in said
+
+
+def test_an_override_of_the_layer_is_audited(audit: Audit, tmp_path: Path) -> None:
+    path = write_config(tmp_path, LAYER)
+    one = ("--backends", "local", "--experts", "reference", "--json", "audit.json")
+    status, said = audit(str(path), *one, "--set", "model.layer.top_k=1")
+    assert status == 0, said
+    assert json.loads((tmp_path / "audit.json").read_text())["layer"]["top_k"] == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "wanted"),
+    [
+        ("modle.layer.top_k=1", "modle: unknown key; did you mean 'model'?"),
+        ("model.layer.topk=1", "model.layer.topk: unknown key; did you mean 'top_k'?"),
+        ("kernel.experts", "must read key=value"),
+    ],
+)
+def test_a_wrong_override_is_told_of_as_of_any_command(
+    audit: Audit, tmp_path: Path, override: str, wanted: str
+) -> None:
+    status, said = audit(str(write_config(tmp_path, LAYER)), *SMALL, "--set", override)
+    assert status == 2, said
+    assert wanted in said
+
+
+def test_the_sections_of_a_file_that_is_written_for_run_do_no_harm(
+    audit: Audit, tmp_path: Path
+) -> None:
+    sections = "kernel: {experts: triton_batched}\nshared_experts: {overlap: off}\ncheck: layer\n"
+    given = LAYER.replace("device: cpu", "device: cuda, all2all_backend: deepep_low_latency")
+    path = write_config(tmp_path, given + sections)
+    status, said = audit(str(path), *SMALL, "--json", "audit.json")
+    assert status == 0, said
+    record = json.loads((tmp_path / "audit.json").read_text())
+    assert {case["overlap"] for case in record["cases"]} == {"auto", "off"}
+
+
 def test_the_audited_layer_keeps_its_structure_at_a_small_size() -> None:
     deepseek = MoEConfig(
         hidden_size=7168,

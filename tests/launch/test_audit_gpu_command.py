@@ -23,6 +23,7 @@ from ep_runtime.launch.audit_gpu_command import GpuReport
 from ep_runtime.launch.cli import app
 from tests.ep_runtime.gpu_stand_in import CpuGpu
 from tests.launch.configs import ONE_RANK, write_config
+from tests.launch.test_audit_command import NO_EFFECT
 
 Audit = Callable[..., tuple[int, str]]
 CONFIG = ONE_RANK.replace("float32", "bfloat16")
@@ -123,6 +124,23 @@ def test_what_it_cannot_do_is_refused_with_2(
     status, said = audit(*arguments)
     assert status == 2, said
     assert wanted in said
+
+
+@pytest.mark.parametrize(("override", "cure"), NO_EFFECT)
+def test_an_override_of_what_is_not_audited_is_refused(
+    audit: Audit, override: str, cure: str
+) -> None:
+    status, said = audit(*STRESS, "--set", "model.layer.top_k=1", "--set", override)
+    assert status == 2, said
+    assert f"--set {override!r}: has no effect on an audit, which reads model.* alone" in said
+    assert cure in said
+
+
+def test_an_override_of_the_layer_is_audited(audit: Audit, tmp_path: Path) -> None:
+    override = ("--set", "model.layer.top_k=1", "--json", "audit.json")
+    status, said = audit(*STRESS, "--experts", "reference", *override)
+    assert status == 0, said
+    assert json.loads((tmp_path / "audit.json").read_text())["layer"]["top_k"] == 1
 
 
 HANG = """

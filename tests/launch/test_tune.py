@@ -363,8 +363,8 @@ def test_candidates_could_stand_in_a_table(
     name: str, rows: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel_tiles, "is_interpreting", lambda: False)
-    monkeypatch.setattr(kernel_tiles, "_is_hopper", lambda device: True)
-    monkeypatch.setattr(kernel_tiles, "_num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(kernel_tiles, "is_hopper", lambda device: True)
+    monkeypatch.setattr(kernel_tiles, "num_multiprocessors", lambda device, off_gpu: 132)
     shape = replace(SHAPES[name], hidden_size=4096, intermediate_size=1024)
     found, layer = candidates_of(rows, shape, CUDA), TunedLayer.of(shape)
     rule = rule_tiles(rows, shape, CUDA)
@@ -388,6 +388,8 @@ def test_candidates_could_stand_in_a_table(
                 scheme=layer.scheme,
                 dtype=layer.dtype,
                 is_gated=layer.is_gated,
+                hidden_size=layer.hidden_size,
+                intermediate_size=layer.intermediate_size,
             )
 
 

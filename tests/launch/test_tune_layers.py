@@ -279,7 +279,7 @@ def test_the_command_of_the_h200s_list_has_a_point_in_each_regime_of_every_layer
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(kernel_tiles, "is_interpreting", lambda: False)
-    monkeypatch.setattr(kernel_tiles, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(kernel_tiles, "is_hopper", lambda device: True)
     path = SHIPPED_TABLES / "NVIDIA_H200.yaml"
     (text,) = re.findall(r"--rows-per-expert (\S+)", path.read_text())
     plan = plan_tuning(layers_to_tune([str(path)], TuneSizes(), None), parse_rows_per_expert(text))
