@@ -26,11 +26,12 @@ Wire protocol of one call in one slot, seen from rank s:
    `sum_results`; two where many rows, or a separate join, ask for the wait on its own).
 
 Memory order. Writer: all threads of a program store rows with ordinary stores; a block-wide
-barrier; then one thread for each peer adds the program's share with a release at system scope. Reader: spins on
-the counters with volatile loads, then reads them again with an acquiring atomic at system scope;
-a block-wide barrier; then ordinary loads, in that program or in a later launch on the stream. A
-call's shares add up to ARRIVAL_SHARES, so a counter reaches its target only after the release of
-every program of the writer, and each of these releases is part of the acquired value's history.
+barrier; then one thread for each peer adds the program's share with a release at system scope.
+Reader: spins on the counters with volatile loads, then reads them again with an acquiring atomic
+at system scope; a block-wide barrier; then ordinary loads, in that program or in a later launch on
+the stream. A call's shares add up to ARRIVAL_SHARES, so a counter reaches its target only after the
+release of every program of the writer, and each of these releases is part of the acquired value's
+history.
 
 Why a late reader is safe, in one slot, call n:
 - s overwrites the receive buffer of d (step 1 of call n) after it has joined combine n-1, so after
@@ -63,8 +64,8 @@ another: each phase of a call is the other's permission to write. The second slo
 a call may be dispatched before the combine of the one before it is joined. A call takes the first
 free slot and holds it from dispatch to the join of its combine; all ranks make the same calls in
 the same order, so they take the same slot. A third call in flight, of whatever backend in these
-slots, is refused. A call that is given up after its dispatch keeps its slot: its counters are out of
-step with its peers', and the context that it failed in is to be closed.
+slots, is refused. A call that is given up after its dispatch keeps its slot: its counters are out
+of step with its peers', and the context that it failed in is to be closed.
 The calls of a context's layers are made on one stream, or on streams that the caller orders.
 
 Graphs. The host bakes addresses and row counts into a launch, which are static under capture;
@@ -115,6 +116,7 @@ from ep_runtime.all2all.comm_stream import CommStream
 from ep_runtime.all2all.symmetric_buffer import open_symmetric_buffer
 from ep_runtime.all2all.symmetric_slots import NUM_SLOTS, OpenBuffer, shared_slots
 from ep_runtime.kernels.base import Concurrency, ConcurrencyRule, InputFormat, StandardExpertInput
+from ep_runtime.kernels.devices import FEW_MULTIPROCESSORS, num_multiprocessors
 from ep_runtime.kernels.errors import CapacityError, PlanError, RankFailure
 from ep_runtime.kernels.interpreter import prepare_launch
 from ep_runtime.kernels.quant.scheme import RowScheme
@@ -285,7 +287,10 @@ class SymmMemBackend:
         device, self._on_cuda = group.device, group.device.type == "cuda"
         if self._on_cuda and shape.rows is RowScheme.FP8_GROUP:
             refuse_without_fp8(device)
-        self.put_programs = self.limits.put_programs or _num_multiprocessors(device)
+        # Where nothing else runs, one a multiprocessor; a few in the interpreter.
+        self.put_programs = self.limits.put_programs or num_multiprocessors(
+            device, off_gpu=FEW_MULTIPROCESSORS
+        )
         self.dispatch_programs = self.put_programs
         if self.limits.put_programs is None and shape.rows is RowScheme.FP8_GROUP:
             self.dispatch_programs *= 2
@@ -473,13 +478,6 @@ class SymmMemBackend:
             return f"EP rank {ep_rank}"
         world_rank = dist.get_process_group_ranks(self._group.process_group)[ep_rank]
         return f"rank {world_rank} (EP rank {ep_rank})"
-
-
-def _num_multiprocessors(device: torch.device) -> int:
-    """How many programs a put may have where nothing else runs; a few in the interpreter."""
-    if device.type != "cuda":
-        return 3
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def refuse_without_fp8(device: torch.device) -> None:

@@ -1,10 +1,12 @@
 """What the experts benchmark measures: layer shapes, tables, cells, and the formulas behind them.
 
-A cell is one layer shape with M tokens on every rank of its EP group. Nothing here needs torch.
+A cell is one layer shape with M tokens on every rank of its EP group. Nothing here needs Triton.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from ep_runtime.kernels.quant.scheme import FP8_GROUP, MXFP4_GROUP, NVFP4_GROUP
 
 # What a roofline is drawn with, on one H200: bytes read, bf16 and fp8 products. Fixed; a run's own
 # are in "ceilings".
@@ -15,14 +17,12 @@ FLOPS_PER_SECOND = {
     "fp8_block": 1590e12,
     **dict.fromkeys(("int4_g128", "int8_g128", "mxfp4", "nvfp4"), 795e12),
 }
-# Edge of the square that shares a scale in the scheme fp8_block.
-BLOCK = 128
 # Of packed schemes: bits of a weight, columns that share a scale, bytes of that.
 PACKED_BITS = {
     "int4_g128": (4, 128, 2),
     "int8_g128": (8, 128, 2),
-    "mxfp4": (4, 32, 1),
-    "nvfp4": (4, 16, 1),
+    "mxfp4": (4, MXFP4_GROUP, 1),
+    "nvfp4": (4, NVFP4_GROUP, 1),
 }
 
 
@@ -55,7 +55,8 @@ class LayerShape:
             return num_weights * bits // 8 + scale_bytes * (of_w13 + of_w2)
         if scheme == "bf16":
             return 2 * num_weights
-        blocks_h, blocks_i = -(-self.hidden_size // BLOCK), -(-self.intermediate_size // BLOCK)
+        blocks_h = -(-self.hidden_size // FP8_GROUP)
+        blocks_i = -(-self.intermediate_size // FP8_GROUP)
         return num_weights + 4 * 3 * blocks_h * blocks_i
 
     def flops(self, num_pairs: float) -> float:

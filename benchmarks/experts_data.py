@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.experts_cells import BLOCK, Cell, LayerShape
+from benchmarks.experts_cells import Cell, LayerShape
 from benchmarks.experts_quantise import PACKED_SCHEMES, packed_weights
 from ep_runtime.kernels.base import ExpertWeights
 from ep_runtime.kernels.quant.dequantize import dequantize_expert
-from ep_runtime.kernels.quant.scheme import QuantParameters
+from ep_runtime.kernels.quant.scheme import FP8_GROUP, MAX_E4M3, QuantParameters
 
 # Largest relative Frobenius error of a right result, over all rows and over any single one. Both
 # activations are rounded to the scheme's type on the way: e4m3 gives about 0.037, bf16 0.004.
@@ -105,8 +105,8 @@ def make_weights(
         values = torch.empty(size, dtype=dtype, device=device)
         quant = None
         if scheme != "bf16":
-            row_blocks = num_halves * -(-(rows // num_halves) // BLOCK)
-            blocks = shape.num_local_experts, row_blocks, -(-columns // BLOCK)
+            row_blocks = num_halves * -(-(rows // num_halves) // FP8_GROUP)
+            blocks = shape.num_local_experts, row_blocks, -(-columns // FP8_GROUP)
             scales = 0.5 + torch.rand(blocks, generator=generator, device=device)
             quant = QuantParameters(scales=scales / (64 * columns**0.5))
         for expert in range(shape.num_local_experts if is_filled else 0):
@@ -114,7 +114,7 @@ def make_weights(
             if scheme == "bf16":
                 values[expert] = normal * columns**-0.5
             else:
-                values[expert] = (normal * 64).clamp(-448, 448).to(dtype)
+                values[expert] = (normal * 64).clamp(-MAX_E4M3, MAX_E4M3).to(dtype)
         parts.append({"values": values, "quant": quant})
     return ExpertWeights(
         w13=parts[0]["values"],
@@ -147,8 +147,8 @@ def _dequantise(
     halves = values.float().chunk(num_halves), quant.scales[expert].chunk(num_halves)
     scaled = []
     for half, scales in zip(*halves, strict=True):
-        of_rows = scales.repeat_interleave(BLOCK, dim=0)[: half.shape[0]]
-        scaled.append(half * of_rows.repeat_interleave(BLOCK, dim=1)[:, : half.shape[1]])
+        of_rows = scales.repeat_interleave(FP8_GROUP, dim=0)[: half.shape[0]]
+        scaled.append(half * of_rows.repeat_interleave(FP8_GROUP, dim=1)[:, : half.shape[1]])
     return torch.cat(scaled)
 
 

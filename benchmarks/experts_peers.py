@@ -15,13 +15,20 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
+from benchmarks.arguments import (
+    names_of,
+    positive_number,
+    status_of,
+    token_counts,
+    whole_number,
+)
 from benchmarks.experts_cells import SHAPES, TABLES, TOKENS_PER_RANK, Cell, cells_of
 from benchmarks.experts_contenders import one_line
 from benchmarks.experts_kernel_times import times_table
@@ -51,32 +58,6 @@ from ep_runtime.launch.bench_plot import prepare_plot_file
 from ep_runtime.launch.json_file import prepare_json_file, write_json
 
 
-def names_of(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """A parser of names with commas; an unknown one is an error that lists the valid ones."""
-
-    def parse(text: str) -> list[str]:
-        names = [name.strip() for name in text.split(",") if name.strip()]
-        unknown = [name for name in names if name not in known]
-        if unknown or not names:
-            raise argparse.ArgumentTypeError(
-                f"{', '.join(unknown) or repr(text)}: choose from {', '.join(known)}"
-            )
-        return names
-
-    return parse
-
-
-def token_counts(text: str) -> list[int]:
-    """Example: 1,8,32."""
-    try:
-        counts = [int(count) for count in text.split(",")]
-    except ValueError:
-        counts = [0]
-    if min(counts) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: positive numbers with commas, as 1,8,32")
-    return counts
-
-
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.experts_peers",
@@ -92,11 +73,14 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         command.add_argument("--implementations", type=names_of(list(every)))
         command.add_argument("--tokens-per-rank", type=token_counts, default=list(TOKENS_PER_RANK))
         if name == "warm":
-            command.add_argument("--processes", type=int, default=14)
+            command.add_argument("--processes", type=whole_number, default=14)
         if name == "measure":
-            command.add_argument("--rounds", type=int, default=Effort.num_rounds)
-            command.add_argument("--turn-ms", type=float, default=Effort.turn_seconds * 1e3)
-            command.add_argument("--seconds", type=float, help="begin no cell after so many")
+            command.add_argument("--rounds", type=whole_number, default=Effort.num_rounds)
+            turn_ms = Effort.turn_seconds * 1e3
+            command.add_argument("--turn-ms", type=positive_number, default=turn_ms)
+            command.add_argument(
+                "--seconds", type=positive_number, help="begin no cell after so many"
+            )
             command.add_argument("--json", type=Path)
             command.add_argument("--plot", type=Path)
     plot = commands.add_parser("plot")
@@ -114,6 +98,25 @@ def device_of_this_machine() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def check_selection(options: argparse.Namespace) -> None:
+    """Raise ConfigError for options that select no cell, or an implementation of none."""
+    tables = [
+        TABLES[name]
+        for name in options.tables
+        if any(TABLES[name].has(SHAPES[shape]) for shape in options.shapes)
+    ]
+    selected = f"--tables {','.join(options.tables)} --shapes {','.join(options.shapes)}"
+    if not tables:
+        raise ConfigError(f"{selected} have no cell: with one rank no slot is empty")
+    known = list(dict.fromkeys(name for table in tables for name in table.implementations))
+    absent = [name for name in options.implementations or () if name not in known]
+    if absent:
+        raise ConfigError(
+            f"--implementations {','.join(absent)}: no cell of {selected} has it; choose from "
+            f"{', '.join(known)}"
+        )
+
+
 def asked(options: argparse.Namespace, table: str) -> list[str]:
     """The table's implementations that were asked for."""
     names = TABLES[table].implementations
@@ -123,12 +126,14 @@ def asked(options: argparse.Namespace, table: str) -> list[str]:
 
 
 def groups_of(options: argparse.Namespace) -> list[list[Cell]]:
-    """Cells that share weights: of one shape and scheme, table by table."""
-    schemes = list(dict.fromkeys(TABLES[table].scheme for table in options.tables))
+    """Cells that share weights: of one shape and scheme, table by table. Of tables that have none
+    of the implementations that were asked for there are no cells."""
+    tables = [table for table in options.tables if asked(options, table)]
+    schemes = list(dict.fromkeys(TABLES[table].scheme for table in tables))
     groups = [
         [
             cell
-            for cell in cells_of(options.tables, SHAPES[shape], options.tokens_per_rank)
+            for cell in cells_of(tables, SHAPES[shape], options.tokens_per_rank)
             if cell.table.scheme == scheme
         ]
         for scheme in schemes
@@ -275,17 +280,18 @@ def write_kernel_times(records: Sequence[Path], output: Path) -> int:
 def main(arguments: Sequence[str]) -> int:
     options = parse_arguments(arguments)
     options.arguments = list(arguments)
-    try:
-        if options.command == "plot":
-            draw_record(options.record, options.picture, EXPERTS, write_plot)
-            return 0
-        if options.command == "kernel-times":
-            return write_kernel_times(options.records, options.output)
-        commands = {"measure": measure, "warm": warm, "compile": compile_group}
-        return commands[options.command](options)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return status_of(lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.command == "plot":
+        draw_record(options.record, options.picture, EXPERTS, write_plot)
+        return 0
+    if options.command == "kernel-times":
+        return write_kernel_times(options.records, options.output)
+    check_selection(options)
+    commands = {"measure": measure, "warm": warm, "compile": compile_group}
+    return commands[options.command](options)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,14 @@ from torch import Tensor
 from ep_runtime.kernels.base import ExpertWeights
 from ep_runtime.kernels.quant.e2m1 import E2M1_VALUES
 from ep_runtime.kernels.quant.packing import pack_pairs
-from ep_runtime.kernels.quant.scheme import QuantParameters, QuantScheme, WeightScheme
+from ep_runtime.kernels.quant.scheme import (
+    MAX_E4M3,
+    MXFP4_GROUP,
+    NVFP4_GROUP,
+    QuantParameters,
+    QuantScheme,
+    WeightScheme,
+)
 from ep_runtime.kernels.quant.storage import quantized_tensor, stored_shapes
 
 PACKED_SCHEMES = {
@@ -22,7 +29,7 @@ PACKED_SCHEMES = {
     "mxfp4": QuantScheme(WeightScheme.MXFP4),
     "nvfp4": QuantScheme(WeightScheme.NVFP4),
 }
-_LARGEST_E2M1, _LARGEST_E4M3 = 6.0, 448.0
+_LARGEST_E2M1 = 6.0
 _MIDPOINTS = tuple((a + b) / 2 for a, b in pairwise(E2M1_VALUES[:8]))
 
 
@@ -67,14 +74,14 @@ def quantise(weight: Tensor, scheme: WeightScheme, num_parts: int) -> dict[str, 
     nvfp4: the largest of 16 columns becomes 6; all scales share a float32 that makes theirs 448.
     """
     if scheme is WeightScheme.MXFP4:
-        groups = weight.unflatten(-1, (-1, 32))
+        groups = weight.unflatten(-1, (-1, MXFP4_GROUP))
         exponent = groups.abs().amax(-1).clamp(min=2.0**-100).log2().floor() - 2
         codes = _e2m1_codes(groups * torch.exp2(-exponent).unsqueeze(-1))
         return {"values": pack_pairs(codes), "scales": (exponent + 127).to(torch.uint8)}
     if scheme is WeightScheme.NVFP4:
-        groups = weight.unflatten(-1, (-1, 16))
+        groups = weight.unflatten(-1, (-1, NVFP4_GROUP))
         largest = groups.abs().amax(-1)
-        of_all = largest.max() / (_LARGEST_E2M1 * _LARGEST_E4M3)
+        of_all = largest.max() / (_LARGEST_E2M1 * MAX_E4M3)
         scales = (largest / _LARGEST_E2M1 / of_all).to(torch.float8_e4m3fn)
         codes = _e2m1_codes(groups / (scales.float() * of_all).clamp(min=1e-30).unsqueeze(-1))
         return {

@@ -15,6 +15,7 @@ from benchmarks.experts_cells import LayerShape, Table
 from benchmarks.experts_contenders import Contender, Unavailable, require
 from benchmarks.experts_data import RoutedRows
 from ep_runtime.kernels.base import ExpertWeights
+from ep_runtime.kernels.quant.scheme import MXFP4_GROUP
 from ep_runtime.launch.environment import package_version
 
 _PACKAGE = "tokenspeed-triton-kernels"
@@ -54,7 +55,7 @@ class TritonKernels(Contender):
         wrapped = tensor.wrap_torch_tensor(values.mT, dtype=tensor.FP4)
         operand = tensor.convert_layout(wrapped, value_layout)
         scale = tensor.convert_layout(tensor.wrap_torch_tensor(scales.mT), scale_layout)
-        precision = self._matmul.PrecisionConfig(b_mx_scale=scale, b_microblock_size=32)
+        precision = self._matmul.PrecisionConfig(b_mx_scale=scale, b_microblock_size=MXFP4_GROUP)
         return operand, precision
 
     def bind(self, rows: RoutedRows, weight_set: int) -> Callable[[], Tensor]:

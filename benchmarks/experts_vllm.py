@@ -12,12 +12,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from benchmarks.experts_cells import BLOCK, LayerShape, Table
+from benchmarks.experts_cells import LayerShape, Table
 from benchmarks.experts_contenders import Contender, require
 from benchmarks.experts_data import RoutedRows
 from ep_runtime.kernels.base import ExpertWeights
+from ep_runtime.kernels.quant.scheme import FP8_GROUP
 from ep_runtime.launch.environment import package_version
 
+_BLOCK = [FP8_GROUP, FP8_GROUP]  # of e4m3 weights, with one scale
 _FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 # It only bounds buffers of the batched formats, which are not used here.
 _MAX_NUM_TOKENS = 256
@@ -120,7 +122,7 @@ class VllmExperts(Contender):
         def call() -> Tensor:
             states, scales = rows.hidden_states, None
             if is_fp8:
-                states, scales = quantise(states, None, torch.float8_e4m3fn, False, [BLOCK, BLOCK])
+                states, scales = quantise(states, None, torch.float8_e4m3fn, False, _BLOCK)
             workspace13, workspace2 = (
                 torch.empty(math.prod(size), dtype=torch.bfloat16, device=self.device)
                 for size in workspace_sizes
@@ -159,7 +161,7 @@ class VllmTriton(VllmExperts):
         shape, tuned = self.shape, vllm_module("fused_moe").get_moe_configs
         key = (shape.num_local_experts, shape.intermediate_size)
         is_fp8 = self.table.scheme == "fp8_block"
-        tiles = tuned(*key, "fp8_w8a8", BLOCK, BLOCK) if is_fp8 else tuned(*key, None)
+        tiles = tuned(*key, "fp8_w8a8", *_BLOCK) if is_fp8 else tuned(*key, None)
         return super().facts() | {"has_tuned_tiles": tiles is not None}
 
 
@@ -185,5 +187,5 @@ def _quant_config(weights: ExpertWeights) -> Any:
     if weights.w13_quant is None or weights.w2_quant is None:
         return config.FUSED_MOE_UNQUANTIZED_CONFIG
     return config.fp8_w8a8_moe_quant_config(
-        weights.w13_quant.scales, weights.w2_quant.scales, block_shape=[BLOCK, BLOCK]
+        weights.w13_quant.scales, weights.w2_quant.scales, block_shape=_BLOCK
     )

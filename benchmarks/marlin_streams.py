@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.arguments import positive_number, status_of
 from benchmarks.marlin_jobs import SCHEMES, Job, column_job, dense_job, experts_job
 from ep_runtime.kernels.occupant import occupy
 from ep_runtime.launch.environment import describe_devices, describe_versions
@@ -321,7 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.marlin_streams", description=(__doc__ or "").splitlines()[0]
     )
     known = [scenario.name for scenario in SCENARIOS]
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each scenario")
+    parser.add_argument("--seconds", type=positive_number, default=4.0, help="of each scenario")
     parser.add_argument("--scenarios", default=",".join(known), help="with commas")
     parser.add_argument("--json", type=Path, help="write the record here")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -336,11 +337,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.child:
         run_child(names, given.seconds)
         return 0
+    return status_of(lambda: audit(names, given, given_arguments))
+
+
+def audit(names: Sequence[str], given: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Run the scenarios and write the record; the exit status."""
     prepare_json_file(given.json)
     module = [sys.executable, "-m", "benchmarks.marlin_streams"]
     record: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
-        "command_line": shlex.join(["python", "-m", "benchmarks.marlin_streams", *given_arguments]),
+        "command_line": shlex.join(["python", "-m", "benchmarks.marlin_streams", *arguments]),
         "environment": describe_versions(),
         "devices": describe_devices(),
         "seconds": given.seconds,

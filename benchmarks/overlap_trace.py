@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.arguments import status_of
 from ep_runtime.launch.environment import describe_versions
 from ep_runtime.launch.json_file import prepare_json_file, write_json
 from tests.ep_runtime.overlap_trace import summary, trace_layer
@@ -32,6 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(given_arguments)
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device to trace")
+    return status_of(lambda: trace(given, given_arguments))
+
+
+def trace(given: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Trace both ways, print and write what was found; the exit status."""
     prepare_json_file(given.json)
     found = {overlap: summary(*trace_layer(overlap)) for overlap in ("auto", "off")}
     for overlap, one in found.items():
@@ -48,9 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given.json,
         {
             "schema_version": SCHEMA_VERSION,
-            "command_line": shlex.join(
-                ["python", "-m", "benchmarks.overlap_trace", *given_arguments]
-            ),
+            "command_line": shlex.join(["python", "-m", "benchmarks.overlap_trace", *arguments]),
             "environment": describe_versions(),
             "passed": not faults,
             "overlap": found["auto"],

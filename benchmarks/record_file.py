@@ -4,7 +4,6 @@ import argparse
 import errno
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import status_of
 from ep_runtime.kernels.errors import ConfigError
 
 SCHEMA_VERSION = 1
@@ -138,9 +138,9 @@ def draw_command(
     parser.add_argument("record", type=Path, help=f"that `{kind.made_by}` wrote")
     parser.add_argument("picture", type=Path, help="a PNG")
     options = parser.parse_args(arguments)
-    try:
+
+    def draw() -> int:
         draw_record(options.record, options.picture, kind, write_plot)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+        return 0
+
+    return status_of(draw)

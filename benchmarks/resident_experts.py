@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.arguments import positive_number, status_of, whole_number
 from benchmarks.experts_data import error_of, worst
 from benchmarks.experts_timing import GraphReplay, time_in_turns
 from benchmarks.resident_contenders import NUM_WEIGHT_SETS, Case, CaseRun, Layer
@@ -74,12 +75,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", default="1,2,4,8,16", help="with commas")
     parser.add_argument("--num-experts", default="8,256", help="of the layer, with commas")
     parser.add_argument("--active-experts", default="1,2,4,8", help="of this rank, with commas")
-    parser.add_argument("--local-experts", type=int, default=8)
-    parser.add_argument("--hidden-size", type=int, default=7168)
-    parser.add_argument("--intermediate-size", type=int, default=2048)
-    parser.add_argument("--top-k", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--turn-ms", type=float, default=3.0)
+    parser.add_argument("--local-experts", type=whole_number, default=8)
+    parser.add_argument("--hidden-size", type=whole_number, default=7168)
+    parser.add_argument("--intermediate-size", type=whole_number, default=2048)
+    parser.add_argument("--top-k", type=whole_number, default=8)
+    parser.add_argument("--rounds", type=whole_number, default=12)
+    parser.add_argument("--turn-ms", type=positive_number, default=3.0)
     parser.add_argument("--json", type=Path)
     return parser.parse_args(arguments)
 
@@ -164,13 +165,15 @@ def measure(options: argparse.Namespace, command_line: str) -> int:
         intermediate_size=options.intermediate_size,
         top_k=options.top_k,
     )
+    faults = [case.fault(layer.num_local_experts, layer.top_k) for case in cases]
+    if None not in faults:
+        raise ConfigError(f"no case can be measured; of the first: {faults[0]}")
     entries: list[dict[str, Any]] = []
     left_out: list[dict[str, Any]] = []
     print(
         "tokens experts active  contender           us   TB/s  speed-up over triton, route+triton"
     )
-    for case in cases:
-        fault = case.fault(layer.num_local_experts, layer.top_k)
+    for case, fault in zip(cases, faults, strict=True):
         if fault is not None:
             left_out.append(asdict(case) | {"reason": fault})
             continue
@@ -203,11 +206,8 @@ def measure(options: argparse.Namespace, command_line: str) -> int:
 def main(arguments: Sequence[str]) -> int:
     """Exit status 1: a result is wrong. 2: the options are."""
     command_line = shlex.join(["python", "-m", "benchmarks.resident_experts", *arguments])
-    try:
-        return measure(parse_arguments(arguments), command_line)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    options = parse_arguments(arguments)
+    return status_of(lambda: measure(options, command_line))
 
 
 if __name__ == "__main__":

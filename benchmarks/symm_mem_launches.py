@@ -15,7 +15,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.arguments import status_of, token_counts, whole_number
 from benchmarks.symm_mem_plot import write_plot
 from ep_runtime.all2all.base import BackendShape, EPGroup, RoutedTokens
 from ep_runtime.all2all.symm_mem import SymmMemBackend
 from ep_runtime.all2all.symmetric_buffer import SymmetricBuffer, virtual_buffers
 from ep_runtime.config import DTYPES, MoEConfig
-from ep_runtime.kernels.errors import ConfigError
 from ep_runtime.kernels.quant.scheme import RowScheme
 from ep_runtime.kernels.symm_put_results import put_results
 from ep_runtime.kernels.symm_put_tokens import put_tokens
@@ -67,13 +67,15 @@ class Launch:
     formula: str
 
 
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--tokens-per-rank", default="1,8,32,128,4096", help="with commas")
-    parser.add_argument("--hidden-size", type=int, default=7168)
-    parser.add_argument("--num-experts", type=int, default=256)
-    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--ranks", type=whole_number, default=2)
+    parser.add_argument(
+        "--tokens-per-rank", type=token_counts, default="1,8,32,128,4096", help="with commas"
+    )
+    parser.add_argument("--hidden-size", type=whole_number, default=7168)
+    parser.add_argument("--num-experts", type=whole_number, default=256)
+    parser.add_argument("--top-k", type=whole_number, default=8)
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
     parser.add_argument("--rows", choices=sorted(RowScheme), default="model", help="as they travel")
     parser.add_argument("--routing", default="random", choices=("random", "balanced", "zipf"))
@@ -319,23 +321,19 @@ def measure_case(ranks: VirtualRanks, copy_gbps: float | None) -> Any:
     }
 
 
-def main(arguments: list[str]) -> int:
-    try:
-        return measure(arguments)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-
-
-def measure(arguments: list[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     options = parse_arguments(arguments)
+    return status_of(lambda: measure(options, arguments))
+
+
+def measure(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     prepare_json_file(options.json)
     prepare_plot_file(options.plot)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     copy_gbps = measure_copy(device)
     cases = []
     print("tokens  launch               us     GB/s    floor us")
-    for num_tokens in map(int, options.tokens_per_rank.split(",")):
+    for num_tokens in options.tokens_per_rank:
         moe = MoEConfig(
             hidden_size=options.hidden_size,
             moe_intermediate_size=1,

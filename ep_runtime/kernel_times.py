@@ -271,7 +271,7 @@ def _parse_layer(values: Any, place: str) -> tuple[TimedLayer, tuple[TimedPoint,
                 f"{place}.{name} ({getattr(layer, name)}) must be one of {', '.join(known)}"
             )
     size = layer.group_size
-    if size is not None and (type(size) is not int or size < 1):
+    if size is not None and size < 1:
         raise ValueError(f"{place}.group_size ({size!r}) must be a number above 0, or null")
     points = tuple(_parse_point(v, f"{place}.points[{i}]") for i, v in enumerate(values["points"]))
     tokens = [point.tokens_per_rank for point in points]

@@ -4,7 +4,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ep_runtime.kernels.base import Activation, ActivationKind
+from ep_runtime.kernels.base import Activation, ActivationKind, ExpertsShape
+
+
+def gate_up_columns(shape: ExpertsShape) -> int:
+    """Columns of the first projection, which the function takes."""
+    return shape.intermediate_size * (2 if shape.activation.is_gated else 1)
 
 
 def apply_activation(x: Tensor, activation: Activation) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ep_runtime.kernels.activate_rows import activate_rows
+from ep_runtime.kernels.activation import gate_up_columns
 from ep_runtime.kernels.base import (
     BatchedExpertInput,
     ExpertInput,
@@ -23,13 +24,12 @@ from ep_runtime.kernels.deep_gemm_operands import (
     Fp8Rows,
     bfloat16_bytes,
     fp8_rows_bytes,
-    gate_up_columns,
     take_fp8_rows,
     weight_operand,
 )
 from ep_runtime.kernels.deep_gemm_package import ALIGNMENT
+from ep_runtime.kernels.devices import TMA_ALIGNMENT
 from ep_runtime.kernels.errors import PlanError
-from ep_runtime.kernels.tiles import TMA_ALIGNMENT
 from ep_runtime.kernels.workspace import Workspace
 
 

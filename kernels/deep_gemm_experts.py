@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ep_runtime.kernels.activate_rows import activate_rows
+from ep_runtime.kernels.activation import gate_up_columns
 from ep_runtime.kernels.align_blocks import (
     AlignedSlots,
     align_slots,
@@ -32,7 +33,6 @@ from ep_runtime.kernels.deep_gemm_operands import (
     DeepGemmBase,
     bfloat16_bytes,
     fp8_rows_bytes,
-    gate_up_columns,
     take_fp8_rows,
     weight_operand,
 )

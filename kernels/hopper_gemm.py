@@ -79,6 +79,12 @@ import torch
 from torch import Tensor
 
 from ep_runtime.kernels.base import Activation
+from ep_runtime.kernels.devices import (
+    H200_MULTIPROCESSORS,
+    TMA_ALIGNMENT,
+    num_multiprocessors,
+    tma_reads,
+)
 from ep_runtime.kernels.errors import PlanError
 from ep_runtime.kernels.hopper_kernel_fp8 import project_fp8_kernel
 from ep_runtime.kernels.hopper_kernel_half import project_kernel
@@ -96,8 +102,6 @@ from ep_runtime.kernels.hopper_tiles import (
 
 FP8 = torch.float8_e4m3fn
 _DTYPES = (torch.bfloat16, torch.float16, FP8)
-# TMA takes rows whose length in bytes is a multiple of this.
-TMA_ROW_BYTES = 16
 
 
 class ExpertTiles(Protocol):
@@ -209,9 +213,9 @@ def check_hopper_gemm(k_size: int, dtype: torch.dtype, block_m: int = BLOCK_M) -
     """Raise PlanError, naming what is in the way, for operands that this kernel cannot take."""
     if dtype not in _DTYPES:
         raise PlanError(f"the Hopper GEMM multiplies bfloat16, float16 or e4m3, not {dtype}")
-    if k_size * dtype.itemsize % TMA_ROW_BYTES:
+    if not tma_reads(k_size, dtype.itemsize):
         raise PlanError(
-            f"rows of {k_size} {dtype} values are not a multiple of {TMA_ROW_BYTES} bytes, which "
+            f"rows of {k_size} {dtype} values are not a multiple of {TMA_ALIGNMENT} bytes, which "
             f"TMA needs; choose the triton experts, or pad the hidden and intermediate sizes"
         )
     if block_m != BLOCK_M:
@@ -224,7 +228,7 @@ def can_gather(x: Tensor) -> bool:
     Rows may have gaps between them, their values none.
     """
     starts = (x.data_ptr(), x.stride(0) * x.element_size(), x.shape[1] * x.element_size())
-    is_aligned = all(start % TMA_ROW_BYTES == 0 for start in starts)
+    is_aligned = all(start % TMA_ALIGNMENT == 0 for start in starts)
     return x.element_size() == 2 and x.stride(1) == 1 and is_aligned
 
 
@@ -259,7 +263,8 @@ def _launch(
     elif topk_weights is not None:
         num_slots = out.shape[0]
     gathering = (top_k, None if top_k is None else x.stride(0) // CHUNK)
-    num_programs = min(_num_multiprocessors(x.device), max_pairs)
+    on_device = num_multiprocessors(x.device, off_gpu=H200_MULTIPROCESSORS)
+    num_programs = min(on_device, max_pairs)
     kernel: Any = project_kernel if scales is None else project_fp8_kernel
     kernel[(num_programs,)](
         x if top_k is not None else describe_rows(x),
@@ -307,7 +312,7 @@ def _check_tensors(
     elif not can_gather(x):
         raise PlanError(
             f"rows that are gathered by slot must be 16 bits wide and start at multiples of "
-            f"{TMA_ROW_BYTES} bytes; these are {x.dtype} {tuple(x.shape)} with strides "
+            f"{TMA_ALIGNMENT} bytes; these are {x.dtype} {tuple(x.shape)} with strides "
             f"{x.stride()} at {x.data_ptr():#x}"
         )
     if scales is not None:
@@ -318,9 +323,3 @@ def _check_tensors(
                 f"the Hopper GEMM's {name} must be contiguous; of {tuple(tensor.shape)} the "
                 f"strides are {tensor.stride()}"
             )
-
-
-def _num_multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":  # compiled only, for a device that is not here
-        return 132
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

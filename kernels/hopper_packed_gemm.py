@@ -44,6 +44,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ep_runtime.kernels.align_blocks import AlignedSlots
 from ep_runtime.kernels.base import Activation
 from ep_runtime.kernels.dependent_launch import launch_options
+from ep_runtime.kernels.devices import H200_MULTIPROCESSORS, TMA_ALIGNMENT, num_multiprocessors
 from ep_runtime.kernels.errors import PlanError
 from ep_runtime.kernels.hopper_gemm import can_gather
 from ep_runtime.kernels.hopper_packed_kernel import project_packed_kernel
@@ -215,7 +216,8 @@ def _launch(
     factor_box = [blocks, max(1, CHUNK_COLUMNS * chunks // group), weights.factors.shape[-1]]
     num_slots = out.shape[0] // schedule.split_k if top_k is None else x.shape[0] * top_k
     max_items = num_positions // tiles.block_m * -(-num_columns // width) * schedule.split_k
-    programs = min(_num_multiprocessors(x.device) * schedule.programs_per_sm, max_items)
+    on_device = num_multiprocessors(x.device, off_gpu=H200_MULTIPROCESSORS)
+    programs = min(on_device * schedule.programs_per_sm, max_items)
     max_registers, consumer_registers = _registers(schedule, gathers=top_k is not None)
     kernel: Any = project_packed_kernel
     kernel[(programs,)](
@@ -310,8 +312,8 @@ def _check(
         )
     if not can_gather(x) if gathers else not _can_describe(x):
         raise PlanError(
-            f"rows must start at multiples of 16 bytes; these are {x.dtype} {tuple(x.shape)} with "
-            f"strides {x.stride()} at {x.data_ptr():#x}"
+            f"rows must start at multiples of {TMA_ALIGNMENT} bytes; these are {x.dtype} "
+            f"{tuple(x.shape)} with strides {x.stride()} at {x.data_ptr():#x}"
         )
     for name, tensor in (("out", out), ("words", weights.words), ("factors", weights.factors)):
         if not tensor.is_contiguous():
@@ -324,7 +326,7 @@ def _check(
 def _can_describe(x: Tensor) -> bool:
     """Whether TMA can read [P, K] rows of 16 bits."""
     starts = (x.data_ptr(), x.stride(0) * x.element_size())
-    return x.stride(1) == 1 and all(start % 16 == 0 for start in starts)
+    return x.stride(1) == 1 and all(start % TMA_ALIGNMENT == 0 for start in starts)
 
 
 def _registers(schedule: HopperPackedSchedule, *, gathers: bool) -> tuple[int, int]:
@@ -345,9 +347,3 @@ def _describe_rows(x: Tensor, height: int) -> TensorDescriptor:
 def _describe(x: Tensor, block: list[int], bits: int) -> TensorDescriptor:
     layout = gl.NVMMASharedLayout(0, bits, len(block))
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
-
-
-def _num_multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":  # compiled only, for a device that is not here
-        return 132
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

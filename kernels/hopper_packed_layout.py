@@ -21,13 +21,12 @@ from ep_runtime.kernels.base import ExpertsShape, ExpertWeights
 from ep_runtime.kernels.errors import CheckpointError
 from ep_runtime.kernels.quant.packed_weights import packed_layout
 from ep_runtime.kernels.quant.packing import pack_pairs, unpack_pairs
-from ep_runtime.kernels.quant.scheme import QuantParameters
+from ep_runtime.kernels.quant.scheme import MXFP4_GROUP, QuantParameters
 
 SLAB_ROWS = 64
 CHUNK_COLUMNS = 64
 BLOCK_ROWS = 2 * SLAB_ROWS
 MIN_GROUP = CHUNK_COLUMNS // 4
-MXFP4_GROUP = 32
 _OFFSETS = {torch.bfloat16: 128, torch.float16: 1024}
 # An e2m1 code's bits where bfloat16 has them are its value times 2^-126: scales are kept times
 # 2^62, so that their products are weights times 2^-64, which is given back to sums.

@@ -19,6 +19,7 @@ from ep_runtime.kernels.hopper_packed_layout import CHUNK_COLUMNS
 from ep_runtime.kernels.interpreter import is_interpreting
 from ep_runtime.kernels.packed_schedule import (
     PackedExpertsTiles,
+    bytes_of_parts,
     choose_packed_tiles,
     split_bytes,
     split_down,
@@ -129,12 +130,8 @@ def parts_bytes(num_rows: int, shape: ExpertsShape) -> int:
             break
         # Fewer experts than are here are those of as few slots.
         all_here = num_experts == shape.num_local_experts
-        most = max(most, _parts_bytes(parts, num_slots if all_here else num_experts, shape))
+        most = max(most, bytes_of_parts(parts, num_slots if all_here else num_experts, shape))
     return min(most, MAX_PARTS_BYTES)
-
-
-def _parts_bytes(parts: int, num_slots: int, shape: ExpertsShape) -> int:
-    return aligned_bytes(num_slots * parts * shape.hidden_size * PARTS_DTYPE.itemsize)
 
 
 def _num_parts(
@@ -161,7 +158,7 @@ def _num_parts(
         fills_ring = columns >= down.num_stages * CHUNK_COLUMNS * down.num_chunks
         # Of an expert's column: 4 bytes written and read for a row's part, K / 2 bytes of words.
         is_little = 8 * 2 * PARTS_DTYPE.itemsize * parts * expected <= k_size / 2
-        if fills_ring and is_little and _parts_bytes(parts, num_slots, shape) <= MAX_PARTS_BYTES:
+        if fills_ring and is_little and bytes_of_parts(parts, num_slots, shape) <= MAX_PARTS_BYTES:
             return parts
     return 1
 

@@ -11,9 +11,7 @@ from torch import Tensor
 from ep_runtime.kernels.activation import apply_activation
 from ep_runtime.kernels.base import Activation
 from ep_runtime.kernels.hopper_gemm import ExpertTiles, Fp8Scales
-
-# Columns of a row, and rows and columns of a weight, that share a scale.
-SCALED_COLUMNS = 128
+from ep_runtime.kernels.quant.scheme import FP8_GROUP
 
 
 def project_gate_up_hopper_reference(
@@ -100,4 +98,4 @@ def _projected_tiles(
 
 def _widen(scales: Tensor, size: int, *, dim: int) -> Tensor:
     """Each scale 128 times along `dim`, cut to `size`."""
-    return scales.repeat_interleave(SCALED_COLUMNS, dim=dim).narrow(dim, 0, size)
+    return scales.repeat_interleave(FP8_GROUP, dim=dim).narrow(dim, 0, size)

@@ -26,10 +26,11 @@ from ep_runtime.kernels.packed_tiles import (
     multiply_block,
     scales_per_block,
 )
+from ep_runtime.kernels.quant.scheme import NF3_GROUP, NVFP4_GROUP
 
 # Of each tier: what a field is, fields of a word, columns with one scale. Of both: a block's words.
-_NVFP4: tl.constexpr = tl.constexpr(("e2m1", 4, 16))
-_NF3: tl.constexpr = tl.constexpr(("nf3", 16, 64))
+_NVFP4: tl.constexpr = tl.constexpr(("e2m1", 4, NVFP4_GROUP))
+_NF3: tl.constexpr = tl.constexpr(("nf3", 16, NF3_GROUP))
 _KW: tl.constexpr = tl.constexpr(16)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ep_runtime.kernels.activate_slots import activate_slots
+from ep_runtime.kernels.activation import gate_up_columns
 from ep_runtime.kernels.align_blocks import (
     AlignedSlots,
     align_slots,
@@ -34,6 +35,7 @@ from ep_runtime.kernels.base import (
     ModularExperts,
     StandardExpertInput,
 )
+from ep_runtime.kernels.devices import H200_MULTIPROCESSORS, num_multiprocessors
 from ep_runtime.kernels.errors import PlanError
 from ep_runtime.kernels.marlin_package import (
     CAPABILITIES,
@@ -57,7 +59,6 @@ _FIRST_PACKAGE, *_OTHER_PACKAGES = NAMESPACES
 # Of the GEMM: 8 to 64 positions; 48, which it has too, is no power of two.
 HEIGHTS = (8, 16, 32, 64)
 _LOCKS_PER_MULTIPROCESSOR = 4  # of which one runs at most 4 programs
-_MULTIPROCESSORS = 132  # of an H200, where the device cannot be asked
 _ALIGNMENT = 16  # bytes that the GEMM reads at once
 
 
@@ -283,11 +284,6 @@ def choose_height(num_rows: int, num_source_rows: int | None, shape: ExpertsShap
     return next((height for height in HEIGHTS if share < 0.9 * height), HEIGHTS[-1])
 
 
-def gate_up_columns(shape: ExpertsShape) -> int:
-    """Columns of the first projection."""
-    return shape.intermediate_size * (2 if shape.activation.is_gated else 1)
-
-
 def _readable(rows: Tensor) -> Tensor:
     """The rows as the GEMM reads them; copies only what is not so already."""
     dense = rows.contiguous()
@@ -295,7 +291,5 @@ def _readable(rows: Tensor) -> Tensor:
 
 
 def _num_locks(device: torch.device) -> int:
-    num_multiprocessors = _MULTIPROCESSORS
-    if device.type == "cuda":
-        num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return num_multiprocessors * _LOCKS_PER_MULTIPROCESSOR
+    on_device = num_multiprocessors(device, off_gpu=H200_MULTIPROCESSORS)
+    return on_device * _LOCKS_PER_MULTIPROCESSOR

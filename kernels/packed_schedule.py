@@ -22,7 +22,7 @@ from ep_runtime.kernels.workspace import aligned_bytes
 FULL_PROGRAMS = 528
 MOST_PARTS, MIN_PART_BLOCKS = 4, 8
 # Of workspace: the rows of all parts.
-MAX_PARTS_BYTES = 1 << 22
+MAX_SPLIT_BYTES = 1 << 22
 # Taller tiles are two accumulators of more registers than a program's threads have to spare.
 PACKED_HEIGHTS = tuple(height for height in BLOCK_M_HEIGHTS if height <= 64)
 
@@ -88,7 +88,7 @@ def split_down(
     if num_items == 0:
         return tiles
     for parts in range(min(MOST_PARTS, FULL_PROGRAMS // num_items), 1, -1):
-        fits = _parts_bytes(parts, num_slots, shape) <= MAX_PARTS_BYTES
+        fits = bytes_of_parts(parts, num_slots, shape) <= MAX_SPLIT_BYTES
         if fits and num_blocks >= parts * MIN_PART_BLOCKS:
             return replace(tiles, split_k=parts)
     return tiles
@@ -96,10 +96,11 @@ def split_down(
 
 def split_bytes(num_slots: int, shape: ExpertsShape) -> int:
     """The most that a call of so many slots or fewer takes for the rows of parts."""
-    return min(_parts_bytes(MOST_PARTS, num_slots, shape), MAX_PARTS_BYTES)
+    return min(bytes_of_parts(MOST_PARTS, num_slots, shape), MAX_SPLIT_BYTES)
 
 
-def _parts_bytes(parts: int, num_slots: int, shape: ExpertsShape) -> int:
+def bytes_of_parts(parts: int, num_slots: int, shape: ExpertsShape) -> int:
+    """What the second projection's rows take, `parts` of each slot."""
     return aligned_bytes(num_slots * parts * shape.hidden_size * PARTS_DTYPE.itemsize)
 
 

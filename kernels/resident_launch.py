@@ -17,12 +17,12 @@ import triton
 from torch import Tensor
 
 from ep_runtime.kernels.base import ExpertsShape
+from ep_runtime.kernels.devices import TMA_ALIGNMENT
 from ep_runtime.kernels.errors import RankFailure
 from ep_runtime.kernels.interpreter import is_interpreting, prepare_launch
 from ep_runtime.kernels.resident_barrier import MAX_PROGRAMS, STATE_WORDS, FailedBarrier
 from ep_runtime.kernels.resident_grid import co_resident_programs
 from ep_runtime.kernels.resident_tiles import MAX_ROWS, ResidentTiles, block_rows
-from ep_runtime.kernels.tiles import TMA_ALIGNMENT
 from ep_runtime.kernels.workspace import Workspace, aligned_bytes
 
 WAIT_LIMIT_S = 100.0

@@ -19,6 +19,13 @@ from torch import Tensor
 
 from ep_runtime.kernels.base import Activation
 from ep_runtime.kernels.dense_gemm import DenseTiles, DenseWeight, activate_splits, multiply
+from ep_runtime.kernels.devices import (
+    H200_MULTIPROCESSORS,
+    TMA_ALIGNMENT,
+    is_hopper,
+    num_multiprocessors,
+    tma_reads,
+)
 from ep_runtime.kernels.grouped_gemm import GemmRows
 from ep_runtime.kernels.hopper_gemm import (
     Fp8Scales,
@@ -30,7 +37,7 @@ from ep_runtime.kernels.interpreter import is_interpreting
 from ep_runtime.kernels.observed import handle_of, is_observed, owner_of
 from ep_runtime.kernels.quant.fp8_rows import num_groups, quantize_rows
 from ep_runtime.kernels.tile_checks import MAX_SHARED_BYTES
-from ep_runtime.kernels.tiles import HOPPER_BLOCK_M, TMA_ALIGNMENT
+from ep_runtime.kernels.tiles import HOPPER_BLOCK_M
 
 FP8 = torch.float8_e4m3fn
 # Of 16-bit weights the last number of rows that is few; more go to the library: on an H200, of
@@ -74,9 +81,7 @@ class SharedTiles:
 def can_read(shape: SharedShape) -> bool:
     """Whether the kernels can read rows and weights of these sizes and this dtype."""
     itemsize = 1 if shape.is_fp8 else shape.dtype.itemsize
-    is_readable = all(
-        size * itemsize % TMA_ALIGNMENT == 0 for size in (shape.hidden_size, shape.width)
-    )
+    is_readable = all(tma_reads(size, itemsize) for size in (shape.hidden_size, shape.width))
     return shape.dtype.itemsize == 2 and is_readable
 
 
@@ -88,7 +93,7 @@ class SharedProjections:
             raise ValueError(f"the kernels cannot read a shared expert of {shape}")
         self.shape = shape
         # Made now: a CUDA graph that made them would write them in each replay.
-        self._tables = _tables(device) if shape.is_fp8 and _is_hopper(device) else None
+        self._tables = _tables(device) if shape.is_fp8 and is_hopper(device) else None
 
     def takes_rows(self, num_rows: int) -> bool:
         """Whether a call of so many rows is for `run`; always, of e4m3 weights."""
@@ -208,7 +213,8 @@ def choose_shared_tiles(num_rows: int, shape: SharedShape, device: torch.device)
     blocks = shape.num_parts * triton.cdiv(shape.width, gate_up.block_n)
     num_items = triton.cdiv(num_rows, height) * blocks
     steps = triton.cdiv(shape.hidden_size, gate_up.block_k)
-    num_places = _programs_per_sm(gate_up, shape) * _num_multiprocessors(device)
+    on_device = num_multiprocessors(device, off_gpu=H200_MULTIPROCESSORS)
+    num_places = _programs_per_sm(gate_up, shape) * on_device
     split_k = min(num_places // num_items, steps // MIN_SPLIT_STEPS, MAX_SPLIT_K)
     return replace(tiles, gate_up=replace(gate_up, split_k=max(1, split_k)))
 
@@ -311,18 +317,6 @@ def _for_tma(rows: Tensor) -> Tensor:
     step, size = rows.stride(0) * rows.element_size(), TMA_ALIGNMENT
     is_aligned = rows.stride(1) == 1 and step % size == 0 and rows.data_ptr() % size == 0
     return rows if is_aligned else rows.clone(memory_format=torch.contiguous_format)
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-
-
-@cache
-def _num_multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":  # compiled only, for a device that is not here
-        return 132
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @torch.library.custom_op("ep_runtime::run_shared_projections", mutates_args=("out",))

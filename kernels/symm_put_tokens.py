@@ -18,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ep_runtime.kernels.launch import PreparedLaunch
-from ep_runtime.kernels.quant.fp8_rows import GROUP, quantize_group, quantize_rows_reference
+from ep_runtime.kernels.quant.fp8_rows import quantize_group, quantize_rows_reference
+from ep_runtime.kernels.quant.scheme import FP8_GROUP
 from ep_runtime.kernels.symm_channel import ARRIVAL_SHARES, Channel
 from ep_runtime.kernels.symm_put import (
     FEW_ROWS,
@@ -47,7 +48,7 @@ def _prepare_put_tokens(channel: Channel, has_few_rows: bool) -> _TokensPut:
         layout.hidden_size,
         layout.dtype.itemsize,
         has_few_rows=has_few_rows,
-        min_columns=GROUP if layout.has_scales else 1,
+        min_columns=FP8_GROUP if layout.has_scales else 1,
     )
     block_k = triton.next_power_of_2(layout.top_k)
     routing_rows = max(1, _ROUTING_SLOTS // block_k)
@@ -70,7 +71,7 @@ def _prepare_put_tokens(channel: Channel, has_few_rows: bool) -> _TokensPut:
         num_experts=homes.rank_of.numel(),
         hidden_size=layout.hidden_size,
         IN_FP8=layout.has_scales,
-        GROUP=GROUP,
+        GROUP=FP8_GROUP,
         NUM_RANKS=layout.ep_size,
         TOP_K=layout.top_k,
         SHARES=ARRIVAL_SHARES,

@@ -4,20 +4,19 @@ from typing import Any
 
 import torch
 
+from ep_runtime.kernels.devices import TMA_ALIGNMENT, tma_reads
 from ep_runtime.kernels.packed_schedule import PACKED_HEIGHTS, PackedExpertsTiles, PackedTiles
-from ep_runtime.kernels.quant.scheme import WeightScheme
+from ep_runtime.kernels.quant.scheme import FP8_GROUP, WeightScheme
 from ep_runtime.kernels.tiles import BLOCK_M_HEIGHTS, HOPPER_BLOCK_M, ExpertsTiles, GemmTiles
 
 # A program's shared memory on Hopper and Blackwell, the most that any device has.
 MAX_SHARED_BYTES = 232_448
-# Columns that share a scale in fp8: what a step along K, and a quantised block of columns, must be.
-FP8_GROUP = 128
 SIZES = (16, 32, 64, 128, 256)
 PACKED_WIDTHS = (32, 64, 128, 256)
 MAX_WORD_BYTES = 128  # of a block's row; see kernels/quant/packed_weights.py
 WARPS = (4, 8)
 MAX_STAGES = 12
-MAX_BLOCK_K = 128  # of the first projection: e4m3 rows have one scale for so many columns
+MAX_BLOCK_K = FP8_GROUP  # of the first projection: e4m3 rows have one scale for so many columns
 _UNPACKED_SCHEMES = tuple(
     map(str, (WeightScheme.NONE, WeightScheme.FP8_BLOCK, WeightScheme.FP8_CHANNEL))
 )
@@ -29,7 +28,14 @@ TUNED_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def check_tiles(
-    tiles: ExpertsTiles, place: str, *, scheme: str, dtype: str, is_gated: bool
+    tiles: ExpertsTiles,
+    place: str,
+    *,
+    scheme: str,
+    dtype: str,
+    is_gated: bool,
+    hidden_size: int,
+    intermediate_size: int,
 ) -> None:
     """ValueError, naming the place, for tiles that no kernel of such a layer could run with."""
     _one_of(scheme, _UNPACKED_SCHEMES, f"{place}: the layer's scheme")
@@ -43,6 +49,13 @@ def check_tiles(
             )
         if dtype == "float32" or scheme == WeightScheme.FP8_CHANNEL:
             raise ValueError(f"{place}.is_hopper: the Hopper GEMMs take no {dtype} {scheme} layer")
+        for key, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
+            if not tma_reads(size, itemsize):
+                raise ValueError(
+                    f"{place}.is_hopper: TMA, which the Hopper GEMMs read with, takes rows of a "
+                    f"multiple of {TMA_ALIGNMENT} bytes, and rows of the layer's {key} ({size}) "
+                    f"have {size * itemsize}"
+                )
     for name, gemm, num_weights in (
         ("gate_up", tiles.gate_up, 2 if is_gated else 1),
         ("down", tiles.down, 1),
@@ -65,7 +78,7 @@ def check_tiles(
 def check_packed_tiles(
     tiles: PackedExpertsTiles, place: str, *, scheme: str, dtype: str, is_gated: bool
 ) -> None:
-    """As `check_tiles`, of packed weights."""
+    """As `check_tiles`, of packed weights, whose kernels take any sizes."""
     _one_of(scheme, TUNED_PACKED_SCHEMES, f"{place}: the layer's scheme")
     _one_of(dtype, TUNED_DTYPES, f"{place}: the layer's dtype")
     _one_of(tiles.block_m, PACKED_HEIGHTS, f"{place}.block_m")

@@ -123,7 +123,7 @@ def register_tile_table(table: TileTable | str | Path) -> None:
 
 
 def forget_tile_tables() -> None:
-    """Undo `register_tile_table`; the shipped tables stay."""
+    """Undo `register_tile_table`, as tests do; the shipped tables stay."""
     _registered.clear()
     _points_by_regime.cache_clear()
     _find_points.cache_clear()
@@ -254,6 +254,10 @@ def _parse_layer(values: Any, place: str) -> tuple[TunedLayer, tuple[TunedPoint,
     layer = read_fields(
         TunedLayer, {k: v for k, v in values.items() if k not in ("points", "rejected")}, place
     )
+    for name in ("num_local_experts", "hidden_size", "intermediate_size", "group_size"):
+        size = getattr(layer, name)
+        if size is not None and size < 1:
+            raise ValueError(f"{place}.{name} ({size}) must be above 0")
     if not isinstance(values["points"], list) or not values["points"]:
         raise ValueError(f"{place}.points must be a list of at least one point")
     points = []
@@ -287,5 +291,11 @@ def _parse_tiles(values: Any, layer: TunedLayer, place: str) -> ExpertsTiles | P
         check_packed_tiles(packed, f"{place}.tiles", **of_layer)
         return packed
     tiles = read_fields(ExpertsTiles, values, f"{place}.tiles")
-    check_tiles(tiles, f"{place}.tiles", **of_layer)
+    check_tiles(
+        tiles,
+        f"{place}.tiles",
+        **of_layer,
+        hidden_size=layer.hidden_size,
+        intermediate_size=layer.intermediate_size,
+    )
     return tiles

@@ -1,13 +1,18 @@
 """The tile sizes of the grouped GEMMs: a table where one was measured, else a rule."""
 
 from dataclasses import dataclass, replace
-from functools import cache
 from math import expm1
 
 import torch
 import triton
 
 from ep_runtime.kernels.base import ExpertsShape
+from ep_runtime.kernels.devices import (
+    FEW_MULTIPROCESSORS,
+    is_hopper,
+    num_multiprocessors,
+    tma_reads,
+)
 from ep_runtime.kernels.hopper_tiles import DEFAULT_SCHEDULE, HopperSchedule
 from ep_runtime.kernels.interpreter import is_interpreting
 from ep_runtime.kernels.quant.scheme import WeightScheme
@@ -16,8 +21,6 @@ BLOCK_M_HEIGHTS = (16, 32, 64, 128)
 HOPPER_BLOCK_M = 128
 # Rows an expert from which the Hopper GEMMs win on an H200, the permuting pass counted.
 HOPPER_MIN_ROWS, HOPPER_MIN_ROWS_FP8 = 100, 51
-# TMA reads rows whose starts are this many bytes apart, or a multiple of it.
-TMA_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -76,10 +79,10 @@ def choose_tiles(
 
 def rule_tiles(expected: float, shape: ExpertsShape, device: torch.device) -> ExpertsTiles:
     """The default for `expected` rows an expert."""
-    block_m, is_hopper = rule_regime(expected, shape, device)
+    block_m, on_hopper = rule_regime(expected, shape, device)
     if is_interpreting():
         return _interpreted_tiles(block_m, shape)
-    tiles = replace(_tiles_of_height(block_m, shape), is_hopper=is_hopper)
+    tiles = replace(_tiles_of_height(block_m, shape), is_hopper=on_hopper)
     if tiles == _FP8_TILES[16] and _fills_few(tiles.down, expected, shape, device):
         return replace(tiles, down=_FP8_DOWN_OF_FEW_EXPERTS)
     return tiles
@@ -194,7 +197,7 @@ def _fills_few(
     """Whether the second projection's items, under even routing, leave multiprocessors idle."""
     active_experts = shape.num_local_experts * -expm1(-expected)
     items = active_experts * triton.cdiv(shape.hidden_size, tiles.block_n)
-    return bool(items < _num_multiprocessors(device))
+    return bool(items < num_multiprocessors(device, off_gpu=FEW_MULTIPROCESSORS))
 
 
 def prefers_hopper(expected: float, shape: ExpertsShape, device: torch.device) -> bool:
@@ -210,13 +213,8 @@ def takes_hopper(shape: ExpertsShape, device: torch.device) -> bool:
     takes_it = shape.dtype.itemsize == 2 and (is_fp8 or not shape.scheme.is_quantised)
     itemsize = 1 if is_fp8 else shape.dtype.itemsize
     sizes = (shape.hidden_size, shape.intermediate_size)
-    is_readable = all(size * itemsize % TMA_ALIGNMENT == 0 for size in sizes)
-    return takes_it and is_readable and _is_hopper(device)
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    is_readable = all(tma_reads(size, itemsize) for size in sizes)
+    return takes_it and is_readable and is_hopper(device)
 
 
 def _interpreted_tiles(block_m: int, shape: ExpertsShape) -> ExpertsTiles:
@@ -233,12 +231,5 @@ def num_programs(num_items: int, tiles: GemmTiles, device: torch.device) -> int:
     """Programs of a launch of at most `num_items` items."""
     if tiles.programs_per_sm == 0:
         return max(1, num_items)
-    return max(1, min(num_items, tiles.programs_per_sm * _num_multiprocessors(device)))
-
-
-@cache
-def _num_multiprocessors(device: torch.device) -> int:
-    """Of the device; a few where Triton interprets."""
-    if device.type != "cuda":
-        return 3
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    on_device = num_multiprocessors(device, off_gpu=FEW_MULTIPROCESSORS)
+    return max(1, min(num_items, tiles.programs_per_sm * on_device))

@@ -21,10 +21,8 @@ from ep_runtime.kernels.base import (
     ExpertInput,
     ExpertsCapabilities,
     ExpertsKind,
-    ExpertsShape,
     ExpertWeights,
     InputFormat,
-    ModularExperts,
 )
 from ep_runtime.kernels.errors import PlanError
 from ep_runtime.kernels.grouped_gemm import GemmRows, project_down, project_gate_up
@@ -32,24 +30,23 @@ from ep_runtime.kernels.hopper_packed_schedule import (
     HopperPackedExpertsTiles,
     choose_tiles_of_packed,
 )
-from ep_runtime.kernels.packed_projections import prepare_packed_weights, project_packed
+from ep_runtime.kernels.packed_projections import project_packed
 from ep_runtime.kernels.packed_schedule import PackedExpertsTiles
-from ep_runtime.kernels.quant.packed_weights import PACKED_SCHEMES, is_packed, packed_fault
+from ep_runtime.kernels.quant.packed_weights import PACKED_SCHEMES, is_packed
 from ep_runtime.kernels.quant.scheme import RowScheme, WeightScheme
 from ep_runtime.kernels.tiles import BLOCK_M_HEIGHTS, ExpertsTiles, choose_tiles
+from ep_runtime.kernels.triton_base import TritonBase
 from ep_runtime.kernels.triton_operands import (
     TRITON_SCHEMES,
     activated_bytes,
-    prepare_triton_weights,
     quantised_rows_bytes,
     rows_for,
     take_activated,
 )
-from ep_runtime.kernels.tuning_text import describe_tuning
 from ep_runtime.kernels.workspace import Workspace
 
 
-class TritonBatchedExperts(ModularExperts):
+class TritonBatchedExperts(TritonBase):
     """Grouped GEMMs over each expert's own rows; equal inputs give bit-equal results.
 
     On a CPU it runs in Triton's interpreter, for tests.
@@ -79,23 +76,6 @@ class TritonBatchedExperts(ModularExperts):
             ),
         ),
     )
-
-    @classmethod
-    def shape_fault(cls, shape: ExpertsShape) -> str | None:
-        """Packed weights keep the order of the rows' columns, and have groups that fit a block."""
-        return packed_fault(shape.scheme) if is_packed(shape.scheme) else None
-
-    def prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
-        """Rows that TMA can read; copies only what is not so already. Packed weights repacked."""
-        if is_packed(self.shape.scheme):
-            return prepare_packed_weights(weights, self.shape)
-        return prepare_triton_weights(weights)
-
-    def tuning_text(
-        self, device_name: str, compute_capability: tuple[int, int] | None = None
-    ) -> str | None:
-        """Which table of tiles is used, and which GEMM; see kernels/tuning_text.py."""
-        return describe_tuning(self.shape, device_name, compute_capability)
 
     def workspace_bytes(self, max_rows: int) -> int:
         """Enough for a call with a capacity of `max_rows` or less, whatever its tiles."""

@@ -17,10 +17,8 @@ from ep_runtime.kernels.base import (
     ExpertInput,
     ExpertsCapabilities,
     ExpertsKind,
-    ExpertsShape,
     ExpertWeights,
     InputFormat,
-    ModularExperts,
     StandardExpertInput,
 )
 from ep_runtime.kernels.errors import PlanError
@@ -33,22 +31,18 @@ from ep_runtime.kernels.hopper_packed_schedule import (
     HopperPackedExpertsTiles,
     choose_tiles_of_packed,
 )
-from ep_runtime.kernels.packed_projections import prepare_packed_weights
 from ep_runtime.kernels.packed_schedule import PackedExpertsTiles
-from ep_runtime.kernels.quant.packed_weights import PACKED_SCHEMES, is_packed, packed_fault
+from ep_runtime.kernels.quant.packed_weights import PACKED_SCHEMES, is_packed
 from ep_runtime.kernels.quant.scheme import RowScheme, WeightScheme
 from ep_runtime.kernels.row_passes import row_passes, rows_per_pass
 from ep_runtime.kernels.sum_slots import sum_slots
 from ep_runtime.kernels.tiles import BLOCK_M_HEIGHTS, ExpertsTiles, choose_tiles
-from ep_runtime.kernels.triton_operands import (
-    TRITON_SCHEMES,
-    prepare_triton_weights,
-)
-from ep_runtime.kernels.tuning_text import describe_tuning
+from ep_runtime.kernels.triton_base import TritonBase
+from ep_runtime.kernels.triton_operands import TRITON_SCHEMES
 from ep_runtime.kernels.workspace import Workspace
 
 
-class TritonExperts(ModularExperts):
+class TritonExperts(TritonBase):
     """Grouped GEMMs over the local experts; equal inputs give bit-equal results.
 
     On a CPU it runs in Triton's interpreter, for tests.
@@ -77,23 +71,6 @@ class TritonExperts(ModularExperts):
             ),
         ),
     )
-
-    @classmethod
-    def shape_fault(cls, shape: ExpertsShape) -> str | None:
-        """Packed weights keep the order of the rows' columns, and have groups that fit a block."""
-        return packed_fault(shape.scheme) if is_packed(shape.scheme) else None
-
-    def prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
-        """Rows that TMA can read; copies only what is not so already. Packed weights repacked."""
-        if is_packed(self.shape.scheme):
-            return prepare_packed_weights(weights, self.shape)
-        return prepare_triton_weights(weights)
-
-    def tuning_text(
-        self, device_name: str, compute_capability: tuple[int, int] | None = None
-    ) -> str | None:
-        """Which table of tiles is used, and which GEMM; see kernels/tuning_text.py."""
-        return describe_tuning(self.shape, device_name, compute_capability)
 
     def workspace_bytes(self, max_rows: int) -> int:
         """Enough for a call of `max_rows` rows or fewer, whatever tiles it is cut into."""

@@ -9,16 +9,21 @@ import torch
 from torch import Tensor
 
 from ep_runtime.kernels.base import ExpertsShape, ExpertWeights
+from ep_runtime.kernels.devices import TMA_ALIGNMENT
 from ep_runtime.kernels.grouped_gemm import GemmRows
-from ep_runtime.kernels.quant.fp8_rows import GROUP, quantize_rows
+from ep_runtime.kernels.quant.fp8_rows import quantize_rows
 from ep_runtime.kernels.quant.packed_weights import (
     PACKED_SCHEMES,
     is_packed,
     pack_weight,
     packed_layout,
 )
-from ep_runtime.kernels.quant.scheme import QuantParameters, QuantScheme, WeightScheme
-from ep_runtime.kernels.tiles import TMA_ALIGNMENT
+from ep_runtime.kernels.quant.scheme import (
+    FP8_GROUP,
+    QuantParameters,
+    QuantScheme,
+    WeightScheme,
+)
 from ep_runtime.kernels.workspace import Workspace, aligned_bytes
 
 # How weights may be stored that the Triton experts take.
@@ -106,7 +111,7 @@ def rows_for(rows: GemmRows, shape: ExpertsShape, workspace: Workspace) -> GemmR
         return rows
     num_rows, hidden_size = rows.values.shape
     values = workspace.take((num_rows, hidden_size), _FP8)
-    scales = workspace.take((num_rows, -(-hidden_size // GROUP)), torch.float32)
+    scales = workspace.take((num_rows, -(-hidden_size // FP8_GROUP)), torch.float32)
     quantize_rows(rows.values, out_values=values, out_scales=scales)
     return GemmRows(values, scales)
 
@@ -115,7 +120,7 @@ def quantised_rows_bytes(num_rows: int, shape: ExpertsShape) -> int:
     """What `rows_for` takes at most."""
     if not _is_fp8(shape.scheme):
         return 0
-    groups = -(-shape.hidden_size // GROUP)
+    groups = -(-shape.hidden_size // FP8_GROUP)
     return aligned_bytes(num_rows * shape.hidden_size) + aligned_bytes(4 * num_rows * groups)
 
 
@@ -126,7 +131,7 @@ def take_activated(num_positions: int, shape: ExpertsShape, workspace: Workspace
     values = workspace.take((num_positions, width), dtype)[:, : shape.intermediate_size]
     if not _is_fp8(shape.scheme):
         return GemmRows(values)
-    groups = -(-shape.intermediate_size // GROUP)
+    groups = -(-shape.intermediate_size // FP8_GROUP)
     return GemmRows(values, workspace.take((num_positions, groups), torch.float32))
 
 
@@ -136,5 +141,5 @@ def activated_bytes(num_positions: int, shape: ExpertsShape) -> int:
     width = _aligned_columns(shape.intermediate_size, dtype)
     num_bytes = aligned_bytes(num_positions * width * dtype.itemsize)
     if _is_fp8(shape.scheme):
-        num_bytes += aligned_bytes(4 * num_positions * -(-shape.intermediate_size // GROUP))
+        num_bytes += aligned_bytes(4 * num_positions * -(-shape.intermediate_size // FP8_GROUP))
     return num_bytes

@@ -21,9 +21,8 @@ from ep_runtime.kernels.packed_schedule import (
     rule_packed_tiles,
 )
 from ep_runtime.kernels.quant.packed_weights import is_packed
-from ep_runtime.kernels.quant.scheme import WeightScheme
+from ep_runtime.kernels.quant.scheme import FP8_GROUP, WeightScheme
 from ep_runtime.kernels.tile_checks import (
-    FP8_GROUP,
     MAX_BLOCK_K,
     MAX_SHARED_BYTES,
     packed_shared_bytes,

@@ -7,16 +7,13 @@ from importlib import import_module
 from torch import Tensor
 
 from ep_runtime.kernels.quant.scheme import (
+    FP8_GROUP,
     QuantizedTensor,
     QuantParameters,
     QuantScheme,
     WeightScheme,
 )
-from ep_runtime.kernels.quant.storage import (
-    FP8_BLOCK,
-    expert_of,
-    take_rows,
-)
+from ep_runtime.kernels.quant.storage import expert_of, take_rows
 
 # fn(weight, num_parts) -> float32 [E, N, K], columns in x's order.
 _FUNCTIONS = {
@@ -44,7 +41,7 @@ def dequantize(weight: QuantizedTensor, num_parts: int = 1) -> Tensor:
 def dequantize_into(weight: QuantizedTensor, out: Tensor) -> None:
     """One weight of one part (E = 1) into `out` [N, K], cast to its dtype, in pieces of rows."""
     columns = out.shape[1]
-    rows = max(1, PIECE_BYTES // (4 * columns * FP8_BLOCK)) * FP8_BLOCK
+    rows = max(1, PIECE_BYTES // (4 * columns * FP8_GROUP)) * FP8_GROUP
     for start in range(0, out.shape[0], rows):
         piece = take_rows(weight, start, min(start + rows, out.shape[0]))
         out[start : start + rows].copy_(dequantize(piece)[0])

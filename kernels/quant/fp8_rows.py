@@ -22,35 +22,34 @@ from torch import Tensor
 
 from ep_runtime.kernels.dependent_launch import await_predecessor, launch_options
 from ep_runtime.kernels.interpreter import is_interpreting, prepare_launch
+from ep_runtime.kernels.quant.scheme import FP8_GROUP, MAX_E4M3
 
-GROUP = 128
-MAX_E4M3 = 448.0
 MIN_AMAX = MAX_E4M3 * 2.0**-126
 
 
 def num_groups(hidden_size: int) -> int:
     """G: 7168 columns are 56 groups, 300 are 3."""
-    return -(-hidden_size // GROUP)
+    return -(-hidden_size // FP8_GROUP)
 
 
 def quantize_rows_reference(rows: Tensor) -> tuple[Tensor, Tensor]:
     """The definition: rows [R, H], any float dtype -> values [R, H] e4m3, scales [R, G] float32."""
     num_rows, hidden_size = rows.shape
     groups = num_groups(hidden_size)
-    padded = rows.new_zeros((num_rows, groups * GROUP), dtype=torch.float32)
+    padded = rows.new_zeros((num_rows, groups * FP8_GROUP), dtype=torch.float32)
     padded[:, :hidden_size] = rows
-    padded = padded.view(num_rows, groups, GROUP)
+    padded = padded.view(num_rows, groups, FP8_GROUP)
     numbers = torch.where(padded.isnan(), 0.0, padded.abs())
     amax = numbers.amax(-1, keepdim=True).clamp_min(MIN_AMAX)
     # By a tensor: torch turns a quotient with a number into a product with a reciprocal.
     largest = torch.full_like(amax, MAX_E4M3)
-    values = (padded * (largest / amax)).view(num_rows, groups * GROUP)[:, :hidden_size]
+    values = (padded * (largest / amax)).view(num_rows, groups * FP8_GROUP)[:, :hidden_size]
     return values.to(torch.float8_e4m3fn), (amax / largest).squeeze(-1)
 
 
 def dequantize_rows(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """values [R, H] e4m3 times scales [R, G] (any strides) in float32, rounded to `dtype`."""
-    wide = scales.repeat_interleave(GROUP, dim=1)[:, : values.shape[1]]
+    wide = scales.repeat_interleave(FP8_GROUP, dim=1)[:, : values.shape[1]]
     return (values.float() * wide).to(dtype)
 
 

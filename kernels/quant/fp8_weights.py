@@ -23,15 +23,14 @@ from ep_runtime.kernels.quant.format import (
     check_finite,
 )
 from ep_runtime.kernels.quant.scheme import (
+    FP8_GROUP,
     QuantizedTensor,
     QuantParameters,
     QuantScheme,
     WeightScheme,
 )
 from ep_runtime.kernels.quant.settings import QuantizationSettings
-from ep_runtime.kernels.quant.storage import FP8_BLOCK
 
-E4M3_MAX = 448.0
 _SCALE_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu})
 
 
@@ -65,7 +64,7 @@ class Fp8Format(WeightFormat):
     def stored(self, projection: Projection) -> Mapping[str, StoredTensor]:
         rows, columns = projection.rows, projection.columns
         shapes: dict[ScaleOf, tuple[tuple[int, ...], ...]] = {
-            ScaleOf.BLOCK: ((ceil(rows / FP8_BLOCK), ceil(columns / FP8_BLOCK)),),
+            ScaleOf.BLOCK: ((ceil(rows / FP8_GROUP), ceil(columns / FP8_GROUP)),),
             ScaleOf.CHANNEL: ((rows, 1), (rows,)),
             ScaleOf.TENSOR: ((), (1,)),
         }
@@ -120,9 +119,7 @@ def read_fp8(values: Mapping[str, Any]) -> Fp8Format:
 
 
 def _checked_block(settings: QuantizationSettings, key: str, cure: str) -> ScaleOf:
-    value, wanted = settings.get(key), [FP8_BLOCK, FP8_BLOCK]
-    if not isinstance(value, list | tuple) or list(value) != wanted:
-        raise settings.error(key, f"({value!r}) must be {wanted}; {cure}")
+    settings.choice(key, ([FP8_GROUP, FP8_GROUP],), cure=cure)
     return ScaleOf.BLOCK
 
 
@@ -157,36 +154,6 @@ def dequantize_fp8(weight: QuantizedTensor, num_parts: int) -> Tensor:
     for part in range(num_parts):
         rows = values[:, part * part_rows : (part + 1) * part_rows]
         of_rows = scales[:, part * part_blocks : (part + 1) * part_blocks]
-        of_rows = of_rows.repeat_interleave(FP8_BLOCK, dim=1)[:, :part_rows]
-        rows *= of_rows.repeat_interleave(FP8_BLOCK, dim=2)[:, :, : rows.shape[2]]
+        of_rows = of_rows.repeat_interleave(FP8_GROUP, dim=1)[:, :part_rows]
+        rows *= of_rows.repeat_interleave(FP8_GROUP, dim=2)[:, :, : rows.shape[2]]
     return values
-
-
-def quantize_fp8(weight: Tensor, scheme: QuantScheme, num_parts: int) -> QuantizedTensor:
-    """[E, N, K] to the nearest e4m3 under scales that bring each block's (row's) largest to 448.
-
-    A block of zeros has scale 1. num_parts: as in `dequantize_fp8`.
-    """
-    num_experts, rows, columns = weight.shape
-    parts = weight.float().reshape(num_experts * num_parts, rows // num_parts, columns)
-    if scheme.weight is WeightScheme.FP8_CHANNEL:
-        scales = _scale(parts.abs().amax(dim=2))
-        values = parts / scales[:, :, None]
-    else:
-        part_rows = parts.shape[1]
-        row_blocks, column_blocks = ceil(part_rows / FP8_BLOCK), ceil(columns / FP8_BLOCK)
-        padded = parts.new_zeros(len(parts), row_blocks * FP8_BLOCK, column_blocks * FP8_BLOCK)
-        padded[:, :part_rows, :columns] = parts
-        blocks = padded.view(len(parts), row_blocks, FP8_BLOCK, column_blocks, FP8_BLOCK)
-        scales = _scale(blocks.abs().amax(dim=(2, 4)))
-        values = (blocks / scales[:, :, None, :, None]).view_as(padded)[:, :part_rows, :columns]
-    stored = values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return QuantizedTensor(
-        stored.reshape(num_experts, rows, columns),
-        QuantParameters(scales.reshape(num_experts, -1, *scales.shape[2:])),
-        scheme,
-    )
-
-
-def _scale(largest: Tensor) -> Tensor:
-    return torch.where(largest > 0, largest / E4M3_MAX, 1.0)

@@ -23,15 +23,17 @@ from torch import Tensor
 from ep_runtime.kernels.quant.dequantize import dequantize
 from ep_runtime.kernels.quant.format import Projection, StoredTensor, WeightFormat
 from ep_runtime.kernels.quant.nf3 import NF3_VALUES, Nf3Format
-from ep_runtime.kernels.quant.nvfp4 import GROUP, Nvfp4Format, Nvfp4Writer
+from ep_runtime.kernels.quant.nvfp4 import Nvfp4Format, Nvfp4Writer
 from ep_runtime.kernels.quant.scheme import (
+    NF3_GROUP,
+    NVFP4_GROUP,
     QuantizedTensor,
     QuantParameters,
     QuantScheme,
     WeightScheme,
 )
 from ep_runtime.kernels.quant.settings import QuantizationSettings
-from ep_runtime.kernels.quant.storage import NF3_GROUP, expert_of, tiers_of
+from ep_runtime.kernels.quant.storage import expert_of, tiers_of
 
 METHOD = "nvfp4_nf3_hybrid"  # of quantization_config
 _CURE = "make the checkpoint again with `ep-runtime quantize`"
@@ -62,7 +64,7 @@ class HybridFormat(WeightFormat):
 def read_hybrid(values: Mapping[str, Any]) -> dict[int, HybridFormat]:
     """Decoder layer -> the format of its experts. Raises ConfigError that names the key."""
     settings = QuantizationSettings(values)
-    settings.choice("nvfp4_group_size", (GROUP,), cure=_CURE)
+    settings.choice("nvfp4_group_size", (NVFP4_GROUP,), cure=_CURE)
     settings.choice("nf3_group_size", (NF3_GROUP,), cure=_CURE)
     settings.choice("nf3_codebook", (list(NF3_VALUES),), cure=_CURE)
     layers = settings.get("nvfp4_experts")
@@ -98,7 +100,7 @@ def hybrid_config(nvfp4_experts: Mapping[int, tuple[int, ...]]) -> dict[str, Any
     """The `quantization_config` that `read_hybrid` reads, by decoder layer."""
     return {
         "quant_method": METHOD,
-        "nvfp4_group_size": GROUP,
+        "nvfp4_group_size": NVFP4_GROUP,
         "nf3_group_size": NF3_GROUP,
         "nf3_codebook": list(NF3_VALUES),
         "nvfp4_experts": {str(layer): list(ids) for layer, ids in sorted(nvfp4_experts.items())},

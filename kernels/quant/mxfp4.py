@@ -31,6 +31,7 @@ from ep_runtime.kernels.quant.format import (
     check_finite,
 )
 from ep_runtime.kernels.quant.scheme import (
+    MXFP4_GROUP,
     QuantizedTensor,
     QuantParameters,
     QuantScheme,
@@ -38,7 +39,6 @@ from ep_runtime.kernels.quant.scheme import (
 )
 from ep_runtime.kernels.quant.settings import QuantizationSettings
 
-GROUP = 32
 _UINT8 = frozenset({torch.uint8})
 
 
@@ -54,15 +54,15 @@ class Mxfp4Format(WeightFormat):
         rows, columns = projection.rows, projection.columns
         return {
             "blocks": StoredTensor((".weight_packed",), ((rows, columns // 2),), _UINT8),
-            "scales": StoredTensor((".weight_scale",), ((rows, columns // GROUP),), _UINT8),
+            "scales": StoredTensor((".weight_scale",), ((rows, columns // MXFP4_GROUP),), _UINT8),
         }
 
     def stored_fused(
         self, num_experts: int, projection: Projection
     ) -> Mapping[str, StoredTensor] | None:
-        shape = num_experts, projection.rows, projection.columns // GROUP
+        shape = num_experts, projection.rows, projection.columns // MXFP4_GROUP
         return {
-            "blocks": StoredTensor(("_blocks",), ((*shape, GROUP // 2),), _UINT8),
+            "blocks": StoredTensor(("_blocks",), ((*shape, MXFP4_GROUP // 2),), _UINT8),
             "scales": StoredTensor(("_scales",), (shape,), _UINT8),
         }
 
@@ -100,6 +100,6 @@ def read_compressed_mxfp4(group: Mapping[str, Any]) -> Mxfp4Format:
     weights = QuantizationSettings(group, path="").section("weights")
     weights.choice("num_bits", (4,), cure="quantise again as MXFP4A16")
     weights.choice("type", ("float",), cure="quantise again as MXFP4A16")
-    weights.choice("group_size", (GROUP,), cure="quantise again as MXFP4A16")
+    weights.choice("group_size", (MXFP4_GROUP,), cure="quantise again as MXFP4A16")
     weights.choice("symmetric", (True,), default=True, cure="quantise again as MXFP4A16")
     return Mxfp4Format()

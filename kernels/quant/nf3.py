@@ -34,12 +34,13 @@ from ep_runtime.kernels.quant.format import (
     check_finite,
 )
 from ep_runtime.kernels.quant.scheme import (
+    NF3_GROUP,
     QuantizedTensor,
     QuantParameters,
     QuantScheme,
     WeightScheme,
 )
-from ep_runtime.kernels.quant.storage import NF3_GROUP, nf3_words
+from ep_runtime.kernels.quant.storage import nf3_words
 
 BITS = 3
 CODES_PER_WORDS = 32  # columns that three words hold

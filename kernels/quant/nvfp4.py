@@ -35,6 +35,8 @@ from ep_runtime.kernels.quant.format import (
 )
 from ep_runtime.kernels.quant.packing import pack_pairs
 from ep_runtime.kernels.quant.scheme import (
+    MAX_E4M3,
+    NVFP4_GROUP,
     QuantizedTensor,
     QuantParameters,
     QuantScheme,
@@ -42,8 +44,6 @@ from ep_runtime.kernels.quant.scheme import (
 )
 from ep_runtime.kernels.quant.settings import QuantizationSettings
 
-GROUP = 16
-_LARGEST_SCALE = 448.0  # of e4m3
 _UINT8 = frozenset({torch.uint8})
 _E4M3 = frozenset({torch.float8_e4m3fn})
 _FLOAT32 = frozenset({torch.float32})
@@ -79,7 +79,7 @@ class Nvfp4Format(WeightFormat):
         weight, global_scale, input_scale = _SUFFIXES[self.writer]
         return {
             "weight": StoredTensor((weight,), ((rows, columns // 2),), _UINT8),
-            "scale": StoredTensor((".weight_scale",), ((rows, columns // GROUP),), _E4M3),
+            "scale": StoredTensor((".weight_scale",), ((rows, columns // NVFP4_GROUP),), _E4M3),
             "global_scale": StoredTensor((global_scale,), ((), (1,)), _FLOAT32),
             "input_scale": StoredTensor((input_scale,), is_required=False, is_used=False),
         }
@@ -112,19 +112,19 @@ def quantize_nvfp4(weight: Tensor) -> QuantizedTensor:
     their largest magnitude over 6, use all of e4m3; codes are the nearest. Raises ValueError for
     weights that are NaN or infinite, and where 16 does not divide K. Takes about 16 bytes a weight.
     """
-    if weight.shape[1] % GROUP:
+    if weight.shape[1] % NVFP4_GROUP:
         raise ValueError(
-            f"NVFP4 has a scale for every {GROUP} columns, and these weights have "
+            f"NVFP4 has a scale for every {NVFP4_GROUP} columns, and these weights have "
             f"{weight.shape[1]}; give a multiple"
         )
-    groups = weight.float().unflatten(1, (-1, GROUP))
+    groups = weight.float().unflatten(1, (-1, NVFP4_GROUP))
     largest = groups.abs().amax(dim=2)
     if not bool(torch.isfinite(largest).all()):
         raise ValueError("weights that are NaN or infinite have no NVFP4 form")
-    global_scale = largest.max() / (E2M1_VALUES[7] * _LARGEST_SCALE)
+    global_scale = largest.max() / (E2M1_VALUES[7] * MAX_E4M3)
     if not bool(global_scale > 0):
         global_scale = torch.ones_like(global_scale)
-    of_groups = (largest / E2M1_VALUES[7] / global_scale).clamp(max=_LARGEST_SCALE)
+    of_groups = (largest / E2M1_VALUES[7] / global_scale).clamp(max=MAX_E4M3)
     scales = of_groups.to(torch.float8_e4m3fn)
     divisors = (scales.float() * global_scale).unsqueeze(2)
     codes = e2m1_codes(torch.where(divisors > 0, groups / divisors, 0.0)).flatten(1)
@@ -152,7 +152,7 @@ def read_modelopt(values: Mapping[str, Any]) -> Nvfp4Format:
     groups = settings.section("config_groups")
     for name in settings.get("config_groups", {}):
         groups.section(name).section("weights").choice(
-            "group_size", (GROUP,), default=GROUP, cure="quantise again in blocks of 16"
+            "group_size", (NVFP4_GROUP,), default=NVFP4_GROUP, cure="quantise again in blocks of 16"
         )
     return Nvfp4Format(Nvfp4Writer.MODELOPT)
 
@@ -162,6 +162,6 @@ def read_compressed_nvfp4(group: Mapping[str, Any]) -> Nvfp4Format:
     weights = QuantizationSettings(group, path="").section("weights")
     weights.choice("num_bits", (4,), cure="quantise again as NVFP4A16")
     weights.choice("type", ("float",), cure="quantise again as NVFP4A16")
-    weights.choice("group_size", (GROUP,), cure="quantise again as NVFP4A16")
+    weights.choice("group_size", (NVFP4_GROUP,), cure="quantise again as NVFP4A16")
     weights.choice("symmetric", (True,), default=True, cure="quantise again as NVFP4A16")
     return Nvfp4Format(Nvfp4Writer.COMPRESSED_TENSORS)

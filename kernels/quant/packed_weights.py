@@ -19,8 +19,12 @@ from torch import Tensor
 
 from ep_runtime.kernels.quant.nf3 import BITS, CODES_PER_WORDS, ZERO_CODE, unpack_codes
 from ep_runtime.kernels.quant.packing import pack_pairs, unpack_pairs
-from ep_runtime.kernels.quant.scheme import QuantParameters, QuantScheme, WeightScheme
-from ep_runtime.kernels.quant.storage import NF3_GROUP
+from ep_runtime.kernels.quant.scheme import (
+    FIXED_GROUPS,
+    QuantParameters,
+    QuantScheme,
+    WeightScheme,
+)
 
 # What a field of a word is, as the kernels call it.
 _STORED = {
@@ -34,7 +38,6 @@ _FIELDS = {"int4": 4, "int8": 2, "e2m1": 4, "nf3": 16}  # of a word; of nf3, of 
 PACKED_SCHEMES = frozenset(_STORED)
 # Columns that may share a scale in int4 and int8; a whole row may as well.
 GROUP_SIZES = frozenset(32 << power for power in range(6))
-_FIXED_GROUPS = {WeightScheme.MXFP4: 32, WeightScheme.NVFP4: 16, WeightScheme.NF3: NF3_GROUP}
 _NF3_WORDS = 16  # of a plane; a block is then as wide as int4's, with four groups
 _MAX_WORDS = 64  # of a block; as many bytes as TMA reads of a row at once
 
@@ -94,7 +97,7 @@ def packed_fault(scheme: QuantScheme) -> str | None:
             "(act-order)"
         )
     size = scheme.group_size
-    if scheme.weight not in _FIXED_GROUPS and size is not None and size not in GROUP_SIZES:
+    if scheme.weight not in FIXED_GROUPS and size is not None and size not in GROUP_SIZES:
         return (
             f"quantization.group_size ({size}) is not among its "
             f"{', '.join(map(str, sorted(GROUP_SIZES)))}"
@@ -114,7 +117,7 @@ def packed_layout(scheme: QuantScheme) -> PackedLayout:
         raise ValueError(
             f"weights stored as {scheme.weight} cannot be packed: {fault}; choose experts: auto"
         )
-    size = _FIXED_GROUPS.get(scheme.weight, scheme.group_size)
+    size = FIXED_GROUPS.get(scheme.weight, scheme.group_size)
     if scheme.weight is WeightScheme.NF3:
         return PackedLayout(_STORED[scheme.weight], _NF3_WORDS, size)
     return PackedLayout(_STORED[scheme.weight], min(size or _MAX_WORDS, _MAX_WORDS), size)

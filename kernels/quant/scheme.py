@@ -24,6 +24,18 @@ class WeightScheme(StrEnum):
     HYBRID = "nvfp4_nf3_hybrid"  # some experts of a layer in nvfp4, the others in nf3
 
 
+# Columns of a row, rows and columns of a block of a weight, that share a scale in fp8.
+FP8_GROUP = 128
+# Columns that share a scale where the scheme fixes it.
+MXFP4_GROUP, NVFP4_GROUP, NF3_GROUP = 32, 16, 64
+FIXED_GROUPS = {
+    WeightScheme.MXFP4: MXFP4_GROUP,
+    WeightScheme.NVFP4: NVFP4_GROUP,
+    WeightScheme.NF3: NF3_GROUP,
+}
+MAX_E4M3 = 448.0  # the largest number that e4m3 has
+
+
 class RowScheme(StrEnum):
     """How rows are stored where they enter an experts kernel."""
 

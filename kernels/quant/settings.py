@@ -38,13 +38,13 @@ class QuantizationSettings:
         return value
 
     def choice(self, key: str, allowed: tuple[Any, ...], *, default: Any = None, cure: str) -> Any:
-        """The value; ConfigError with the cure where it is none of `allowed`."""
+        """Which of `allowed` the value is, of its type too; ConfigError with the cure for none."""
         value = self.get(key, default)
-        of_kind = [one for one in allowed if isinstance(one, bool) is isinstance(value, bool)]
-        if value not in of_kind:
-            wanted = " or ".join("absent" if one is None else repr(one) for one in allowed)
-            raise self.error(key, f"({value!r}) must be {wanted}; {cure}")
-        return value
+        for one in allowed:
+            if _is_same(value, one):
+                return one
+        wanted = " or ".join("absent" if one is None else repr(one) for one in allowed)
+        raise self.error(key, f"({value!r}) must be {wanted}; {cure}")
 
     def group_size(self, key: str = "group_size") -> int | None:
         """Columns that share a scale; None for -1, a whole row."""
@@ -56,3 +56,18 @@ class QuantizationSettings:
                 "row",
             )
         return None if value == -1 else value
+
+
+def _is_same(value: Any, wanted: Any) -> bool:
+    """Equal, and of the same type: 4.0 and true are not 4 and 1. But a whole number may stand for a
+    float, a tuple for a list, and a StrEnum's member for its text."""
+    if isinstance(wanted, list):
+        return (
+            isinstance(value, list | tuple)
+            and len(value) == len(wanted)
+            and all(map(_is_same, value, wanted))
+        )
+    if isinstance(wanted, str):
+        return isinstance(value, str) and value == wanted
+    is_number = type(wanted) is float and type(value) is int
+    return (is_number or type(value) is type(wanted)) and bool(value == wanted)

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from ep_runtime.kernels.quant.scheme import (
+    FIXED_GROUPS,
+    FP8_GROUP,
+    NF3_GROUP,
     QuantizedTensor,
     QuantParameters,
     QuantScheme,
     WeightScheme,
 )
 
-FP8_BLOCK = 128  # rows and columns of a block with one scale
-_GROUP = {WeightScheme.MXFP4: 32, WeightScheme.NVFP4: 16}
 PARAMETER_NAMES = tuple(field.name for field in fields(QuantParameters))
-NF3_GROUP = 64
 # A hybrid's tensors of the experts in nf3: name -> what it is called of nf3 alone.
 _NF3_NAMES = {"nf3_values": "values", "nf3_scales": "scales"}
 
@@ -48,7 +48,7 @@ def stored_shapes(
     """
     weight = scheme.weight
     if weight is WeightScheme.FP8_BLOCK:
-        blocks = num_parts * ceil(rows // num_parts / FP8_BLOCK), ceil(columns / FP8_BLOCK)
+        blocks = num_parts * ceil(rows // num_parts / FP8_GROUP), ceil(columns / FP8_GROUP)
         return {
             "values": StoredShape((rows, columns), torch.float8_e4m3fn),
             "scales": StoredShape(blocks, torch.float32),
@@ -70,11 +70,11 @@ def stored_shapes(
         )
         of_nf3 = {name: nf3[own] for name, own in _NF3_NAMES.items()}
         return {**nvfp4, **of_nf3, "tiers": StoredShape((), torch.int32)}
-    if weight in _GROUP:
+    if weight in (WeightScheme.MXFP4, WeightScheme.NVFP4):
         scale_dtype = torch.uint8 if weight is WeightScheme.MXFP4 else torch.float8_e4m3fn
         shapes = {
             "values": StoredShape((rows, ceil(columns / 2)), torch.uint8),
-            "scales": StoredShape((rows, ceil(columns / _GROUP[weight])), scale_dtype),
+            "scales": StoredShape((rows, ceil(columns / FIXED_GROUPS[weight])), scale_dtype),
         }
         if weight is WeightScheme.NVFP4:
             shapes["global_scales"] = StoredShape((num_parts,), torch.float32)
@@ -195,7 +195,7 @@ def take_rows(weight: QuantizedTensor, start: int, stop: int) -> QuantizedTensor
         if name in ("input_order", "global_scales"):
             taken[name] = tensor
         elif name == "scales" and weight.scheme.weight is WeightScheme.FP8_BLOCK:
-            taken[name] = tensor[:, start // FP8_BLOCK : ceil(stop / FP8_BLOCK)]
+            taken[name] = tensor[:, start // FP8_GROUP : ceil(stop / FP8_GROUP)]
         else:
             taken[name] = tensor[:, start:stop]
     return quantized_tensor(taken, weight.scheme)

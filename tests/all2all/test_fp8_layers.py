@@ -10,7 +10,6 @@ from ep_runtime.config import MoEConfig, ParallelConfig
 from ep_runtime.distributed import EPContext
 from ep_runtime.kernels.base import Routing
 from ep_runtime.kernels.quant.fp8_rows import dequantize_rows, quantize_rows_reference
-from ep_runtime.kernels.quant.fp8_weights import quantize_fp8
 from ep_runtime.kernels.quant.scheme import QuantScheme, RowScheme, WeightScheme
 from ep_runtime.layer import MoELayer
 from ep_runtime.machine import Machine
@@ -20,6 +19,7 @@ from tests.all2all.contract import FP8_TOLERANCE, Device
 from tests.all2all.test_deepep import with_fake
 from tests.all2all.test_symm_mem import DEVICES, share_one_gpu, skip_without_interpreter
 from tests.harness import run_ranks
+from tests.kernels.fp8_cases import quantize_fp8
 
 TOKENS = (5, 0)
 ALIKE_TOLERANCE = 1e-2

@@ -9,7 +9,7 @@ from ep_runtime.all2all.base import BackendShape, EPGroup, RoutedTokens
 from ep_runtime.all2all.symm_mem import SymmMemBackend, SymmMemLimits
 from ep_runtime.all2all.symmetric_buffer import SymmetricBuffer, virtual_buffers
 from ep_runtime.kernels.base import ExpertInput, StandardExpertInput
-from ep_runtime.kernels.quant.fp8_rows import MAX_E4M3
+from ep_runtime.kernels.quant.scheme import MAX_E4M3
 from tests.all2all.contract import received_rows
 
 # Few enough programs that spinning ranks leave a GPU to the ranks they wait for.

@@ -409,6 +409,63 @@ def test_an_unknown_name_lists_the_valid_ones(capsys: pytest.CaptureFixture[str]
     assert "positive numbers with commas" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["measure", "warm", "compile"])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["--tables", "bf16", "--implementations", "humming"],
+            "--implementations humming: no cell of --tables bf16 --shapes qwen3_235b_ep2 has it; "
+            "choose from ep_runtime, triton_kernels, vllm_triton",
+        ),
+        (
+            ["--tables", "bf16,mxfp4", "--implementations", "ep_runtime,deep_gemm,moe_wna16"],
+            "--implementations deep_gemm,moe_wna16: no cell of --tables bf16,mxfp4",
+        ),
+        (
+            ["--tables", "bf16_empty_slots", "--shapes", "mixtral_8x7b"],
+            "--tables bf16_empty_slots --shapes mixtral_8x7b have no cell: with one rank no slot",
+        ),
+        (
+            [
+                *("--tables", "bf16,bf16_empty_slots", "--shapes", "mixtral_8x7b"),
+                *("--implementations", "ep_runtime_packed"),
+            ],
+            "--implementations ep_runtime_packed: no cell of --tables bf16,bf16_empty_slots",
+        ),
+    ],
+    ids=["one of no table", "two of no table", "no cell", "its table has no cell"],
+)
+def test_what_is_selected_of_nothing_is_refused(
+    command: str,
+    arguments: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    started: list[object] = []
+
+    def start(*given: object) -> list[object]:
+        started.append(given)
+        return []
+
+    monkeypatch.setattr(experts_peers, "run_jobs", start)
+    monkeypatch.setattr(experts_peers, "device_of_this_machine", start)
+    shapes = [] if "--shapes" in arguments else ["--shapes", "qwen3_235b_ep2"]
+    assert experts_peers.main([command, *arguments, *shapes]) == 2
+    assert said in capsys.readouterr().err
+    assert not started
+
+
+def test_tables_without_what_was_asked_for_have_no_cells() -> None:
+    options = experts_peers.parse_arguments(["measure", "--implementations", "humming"])
+    experts_peers.check_selection(options)
+    found = {cell.table.name for group in experts_peers.groups_of(options) for cell in group}
+    assert found == {"int4_g128", "mxfp4", "nvfp4", "int8_g128"}
+    jobs = jobs_of(options.tables, options.shapes, options.implementations, options.tokens_per_rank)
+    assert {job.table for job in jobs} == found
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert experts_peers.main(["measure", "--json", str(tmp_path / "r.json")]) == 2

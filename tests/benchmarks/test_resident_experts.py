@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import resident_experts
 from benchmarks.read_experts import ExpertsReader
 from benchmarks.resident_contenders import Case, Layer
 from benchmarks.resident_experts import cases_of, main, parse_arguments
@@ -68,6 +69,16 @@ def test_options_that_no_launch_takes_are_refused(capsys: pytest.CaptureFixture[
     assert "--tokens 1,65: a resident launch takes 1 to 64" in capsys.readouterr().err
     assert main(["--active-experts", "1;2"]) == 2
     assert "--active-experts 1;2: numbers with commas, as 1,8" in capsys.readouterr().err
+
+
+def test_options_of_which_no_case_can_be_made_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(resident_experts, "is_interpreting", lambda: True)
+    given = ["--tokens", "3", "--num-experts", "2", "--active-experts", "1", *SIZES]
+    assert main([*given, "--json", str(tmp_path / "r.json")]) == 2
+    assert "error: no case can be measured; of the first: 1 of top_k" in capsys.readouterr().err
+    assert not (tmp_path / "r.json").exists()
 
 
 def test_every_combination_is_a_case() -> None:

@@ -1,6 +1,7 @@
 """Experts in fp8 by blocks, and their answer on rows and activations that are quantised too."""
 
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import TypeVar
 
 import torch
@@ -15,11 +16,47 @@ from ep_runtime.kernels.base import (
 )
 from ep_runtime.kernels.quant.dequantize import dequantize_expert
 from ep_runtime.kernels.quant.fp8_rows import dequantize_rows, quantize_rows_reference
-from ep_runtime.kernels.quant.fp8_weights import quantize_fp8
-from ep_runtime.kernels.quant.scheme import QuantParameters, QuantScheme, WeightScheme
+from ep_runtime.kernels.quant.scheme import (
+    FP8_GROUP,
+    MAX_E4M3,
+    QuantizedTensor,
+    QuantParameters,
+    QuantScheme,
+    WeightScheme,
+)
 from tests.kernels.cases import ExpertsCase
 
 FP8_BLOCK = QuantScheme(WeightScheme.FP8_BLOCK)
+
+
+def quantize_fp8(weight: Tensor, scheme: QuantScheme, num_parts: int) -> QuantizedTensor:
+    """[E, N, K] to the nearest e4m3 under scales that bring each block's (row's) largest to 448.
+
+    A block of zeros has scale 1. num_parts: 2 of a gated w13, whose parts keep their blocks apart.
+    """
+    num_experts, rows, columns = weight.shape
+    parts = weight.float().reshape(num_experts * num_parts, rows // num_parts, columns)
+    if scheme.weight is WeightScheme.FP8_CHANNEL:
+        scales = _scale_of(parts.abs().amax(dim=2))
+        values = parts / scales[:, :, None]
+    else:
+        part_rows = parts.shape[1]
+        row_blocks, column_blocks = ceil(part_rows / FP8_GROUP), ceil(columns / FP8_GROUP)
+        padded = parts.new_zeros(len(parts), row_blocks * FP8_GROUP, column_blocks * FP8_GROUP)
+        padded[:, :part_rows, :columns] = parts
+        blocks = padded.view(len(parts), row_blocks, FP8_GROUP, column_blocks, FP8_GROUP)
+        scales = _scale_of(blocks.abs().amax(dim=(2, 4)))
+        values = (blocks / scales[:, :, None, :, None]).view_as(padded)[:, :part_rows, :columns]
+    stored = values.clamp(-MAX_E4M3, MAX_E4M3).to(torch.float8_e4m3fn)
+    return QuantizedTensor(
+        stored.reshape(num_experts, rows, columns),
+        QuantParameters(scales.reshape(num_experts, -1, *scales.shape[2:])),
+        scheme,
+    )
+
+
+def _scale_of(largest: Tensor) -> Tensor:
+    return torch.where(largest > 0, largest / MAX_E4M3, 1.0)
 
 
 @dataclass(frozen=True)

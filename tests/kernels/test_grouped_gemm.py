@@ -23,8 +23,8 @@ from ep_runtime.kernels.grouped_gemm import (
     project_gate_up_reference,
 )
 from ep_runtime.kernels.interpreter import prepare_launch
-from ep_runtime.kernels.quant.fp8_rows import GROUP, dequantize_rows, quantize_rows_reference
-from ep_runtime.kernels.quant.scheme import QuantParameters
+from ep_runtime.kernels.quant.fp8_rows import dequantize_rows, quantize_rows_reference
+from ep_runtime.kernels.quant.scheme import FP8_GROUP, QuantParameters
 from ep_runtime.kernels.sum_slots import sum_slots, sum_slots_reference
 from ep_runtime.kernels.tiles import GemmTiles, choose_tiles
 from ep_runtime.kernels.triton_operands import prepare_triton_weights
@@ -119,7 +119,7 @@ def quantized_weights(case: ExpertsCase, scheme: str, device: torch.device) -> E
 
     def random(num_rows: int, num_columns: int, parts: int) -> tuple[Tensor, QuantParameters]:
         values = torch.randn(case.num_experts, num_rows, num_columns, generator=generator)
-        blocks = parts * -(-num_rows // parts // GROUP), -(-num_columns // GROUP)
+        blocks = parts * -(-num_rows // parts // FP8_GROUP), -(-num_columns // FP8_GROUP)
         size = (case.num_experts, *blocks) if scheme == "block" else (case.num_experts, num_rows)
         scales = (0.5 + torch.rand(size, generator=generator)) / num_columns**0.5
         return values.to(device).to(torch.float8_e4m3fn), QuantParameters(scales.to(device))
@@ -139,8 +139,8 @@ def dequantized(weights: ExpertWeights, parts: int) -> ExpertWeights:
             return values.float() * quant.scales[..., None]
         rows_of_part = values.shape[1] // parts
         blocks = quant.scales.chunk(parts, dim=1)
-        by_row = [b.repeat_interleave(GROUP, dim=1)[:, :rows_of_part] for b in blocks]
-        columns = torch.cat(by_row, dim=1).repeat_interleave(GROUP, dim=2)
+        by_row = [b.repeat_interleave(FP8_GROUP, dim=1)[:, :rows_of_part] for b in blocks]
+        columns = torch.cat(by_row, dim=1).repeat_interleave(FP8_GROUP, dim=2)
         return values.float() * columns[:, :, : values.shape[2]]
 
     return ExpertWeights(
@@ -189,7 +189,7 @@ def test_fp8_projections_equal_their_definitions(
     assert unquantised[~is_slot].isnan().all()
 
     values = poisoned_rows(num_positions, inner, torch.float8_e4m3fn, device)
-    scales = poisoned(-(-inner // GROUP), num_positions, dtype=torch.float32, device=device).T
+    scales = poisoned(-(-inner // FP8_GROUP), num_positions, dtype=torch.float32, device=device).T
     activated = GemmRows(values, scales)
     project_gate_up(
         rows, prepare_triton_weights(weights), aligned, tiles=tiles, out=activated, **arguments

@@ -21,7 +21,6 @@ from ep_runtime.kernels.dense_gemm import (
 from ep_runtime.kernels.grouped_gemm import GemmRows
 from ep_runtime.kernels.quant.dequantize import dequantize
 from ep_runtime.kernels.quant.fp8_rows import dequantize_rows, num_groups, quantize_rows_reference
-from ep_runtime.kernels.quant.fp8_weights import quantize_fp8
 from ep_runtime.kernels.quant.scheme import QuantScheme, WeightScheme
 from ep_runtime.kernels.shared_projections import (
     SharedProjections,
@@ -30,6 +29,7 @@ from ep_runtime.kernels.shared_projections import (
     can_read,
     choose_shared_tiles,
 )
+from tests.kernels.fp8_cases import quantize_fp8
 from tests.kernels.test_operators import Watcher
 from tests.tolerances import E4M3_PRODUCTS, assert_close, relative_error
 

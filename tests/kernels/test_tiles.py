@@ -75,8 +75,8 @@ def on_an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget_tile_tables()
     monkeypatch.setattr(tiles, "is_interpreting", lambda: False)
     monkeypatch.setattr(tile_tables, "is_interpreting", lambda: False)
-    monkeypatch.setattr(tiles, "_is_hopper", lambda device: True)
-    monkeypatch.setattr(tiles, "_num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(tiles, "is_hopper", lambda device: True)
+    monkeypatch.setattr(tiles, "num_multiprocessors", lambda device, off_gpu: 132)
     monkeypatch.setattr(tile_tables, "_device_name", lambda device: "NVIDIA H200")
     yield
     forget_tile_tables()
@@ -213,7 +213,15 @@ def test_the_rules_own_tiles_pass_the_checks_of_a_table() -> None:
         for block_m in BLOCK_M_HEIGHTS:
             found = rule_tiles(block_m / 1.25, shape, CUDA)
             layer = TunedLayer.of(shape)
-            check_tiles(found, "tiles", scheme=layer.scheme, dtype=layer.dtype, is_gated=True)
+            check_tiles(
+                found,
+                "tiles",
+                scheme=layer.scheme,
+                dtype=layer.dtype,
+                is_gated=True,
+                hidden_size=layer.hidden_size,
+                intermediate_size=layer.intermediate_size,
+            )
 
 
 @pytest.mark.parametrize("path", sorted(SHIPPED_TABLES.glob("*.json")), ids=lambda p: p.name)
@@ -323,6 +331,13 @@ def as_fp8(values: dict[str, Any], **more: Any) -> None:
     gate_up(values).update(more)
 
 
+def as_hopper(values: dict[str, Any], **layer: Any) -> None:
+    values["layers"][0].update(layer)
+    tiles_of(values).update(block_m=128, is_hopper=True)
+    gemm = {"block_n": 128, "block_k": 128, "num_warps": 4, "num_stages": 2}
+    tiles_of(values).update(gate_up=gemm, down=gemm)
+
+
 FAULTS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda v: v.pop("device"), "has the keys"),
     (lambda v: v.update(extra=1), "has the keys"),
@@ -333,6 +348,15 @@ FAULTS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda v: v["layers"][0].update(experts=3), "layers[0].experts is an unknown key"),
     (lambda v: v["layers"][0].pop("dtype"), "layers[0] needs the key dtype"),
     (lambda v: v["layers"][0].update(scheme="nf3"), "scheme (nf3) must be one of"),
+    (
+        lambda v: v["layers"][0].update(num_local_experts=0),
+        "layers[0].num_local_experts (0) must be above 0",
+    ),
+    (lambda v: v["layers"][0].update(group_size=-1), "layers[0].group_size (-1) must be above 0"),
+    (
+        lambda v: v["layers"][0].update(group_size="128"),
+        "layers[0].group_size ('128') must be of type int, or null",
+    ),
     (lambda v: v["layers"][0]["points"].append(v["layers"][0]["points"][0]), "must rise"),
     (lambda v: v["layers"][0]["points"][0].update(us=0), "points[0].us (0.0) must be above 0"),
     (lambda v: v["layers"][0]["points"][0].pop("tiles"), "needs the key tiles"),
@@ -351,6 +375,19 @@ FAULTS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
         lambda v: gate_up(v).update(num_stages=8),
         "gate_up needs 327680 bytes of shared memory, and a program has at most 232448: lower",
     ),
+    (
+        lambda v: as_hopper(v, hidden_size=2881),
+        "tiles.is_hopper: TMA, which the Hopper GEMMs read with, takes rows of a multiple of 16 "
+        "bytes, and rows of the layer's hidden_size (2881) have 5762",
+    ),
+    (
+        lambda v: as_hopper(v, intermediate_size=1028),
+        "the layer's intermediate_size (1028) have 2056",
+    ),
+    (
+        lambda v: as_hopper(v, scheme="fp8_block", hidden_size=2888),
+        "the layer's hidden_size (2888) have 2888",
+    ),
     (lambda v: as_fp8(v), "gate_up.block_n (64) must be 128 of fp8_block: its result is quantised"),
     (lambda v: as_fp8(v, block_k=64), "gate_up.block_k (64) must be 128 of fp8_block"),
 ]
@@ -364,6 +401,22 @@ def test_a_table_is_read_as_it_is_written(tmp_path: Path) -> None:
     assert layer == TunedLayer.of(SHAPE)
     assert one.tiles == ExpertsTiles(32, GemmTiles(64, 128, 4, 4), GemmTiles(64, 128, 4, 4))
     assert (one.rows_per_expert, one.us, one.rule_us) == (16.0, 9.0, 10.0)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [{"hidden_size": 2888}, {"scheme": "fp8_block", "hidden_size": 2896}],
+    ids=["bfloat16", "fp8_block"],
+)
+def test_rows_of_whole_units_of_tma_may_have_hopper_tiles(
+    layer: dict[str, Any], tmp_path: Path
+) -> None:
+    values = plain_values()
+    as_hopper(values, **layer)
+    (tmp_path / "table.json").write_text(json.dumps(values))
+    ((_, (one,)),) = read_tile_table(tmp_path / "table.json").layers
+    assert isinstance(one.tiles, ExpertsTiles)
+    assert one.tiles.is_hopper
 
 
 @pytest.mark.parametrize(("spoil", "said"), FAULTS, ids=[said for _, said in FAULTS])

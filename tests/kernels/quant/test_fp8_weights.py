@@ -13,12 +13,12 @@ from ep_runtime.kernels.quant.format import Projection, StoredTensorError
 from ep_runtime.kernels.quant.fp8_weights import (
     Fp8Format,
     ScaleOf,
-    quantize_fp8,
     read_compressed_fp8,
     read_fp8,
 )
 from ep_runtime.kernels.quant.scheme import QuantScheme, WeightScheme
 from ep_runtime.kernels.quant.storage import stored_shapes, take_experts, tensors_of
+from tests.kernels.fp8_cases import quantize_fp8
 
 BLOCK = QuantScheme(WeightScheme.FP8_BLOCK)
 CHANNEL = QuantScheme(WeightScheme.FP8_CHANNEL)
