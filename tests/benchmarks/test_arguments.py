@@ -15,7 +15,6 @@ from benchmarks import (
 )
 from benchmarks.arguments import status_of
 from ep_runtime.kernels.errors import ConfigError, EPRuntimeError, PlanError, RankFailure
-from ep_runtime.kernels.interpreter import is_interpreting
 
 MAINS: dict[str, Callable[[Sequence[str]], int]] = {
     "experts_peers": experts_peers.main,
@@ -80,11 +79,6 @@ def test_a_wrong_option_is_one_line(
         ("experts_peers", ["compile"]),
         ("marlin_streams", []),
         ("overlap_trace", []),
-        pytest.param(
-            "resident_experts",
-            [],
-            marks=pytest.mark.skipif(is_interpreting(), reason="it runs in the interpreter"),
-        ),
     ],
 )
 def test_a_benchmark_of_a_gpu_says_that_there_is_none(
